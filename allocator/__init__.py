@@ -1,0 +1,1 @@
+"""One GPU memory pool for every library in the process."""
