@@ -1,0 +1,43 @@
+# `make run` shows what Weir does, `make test` checks all of it; both set up .venv by themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CODE := allocator tests
+SAMPLE := allocator/traces/samples/serve-8-streams.csv.gz
+PICTURE := out/serve-8-streams.svg
+
+.PHONY: run test lint types unit clean
+
+run: $(READY)
+	@mkdir -p out
+	$(BIN)/weir replay $(SAMPLE) --plot $(PICTURE)
+
+test: lint types unit
+
+# ruff does not follow links, so the folders metrics and stress are named; mypy does, and knows them
+# as allocator.metrics and allocator.stress.
+lint: $(READY)
+	$(BIN)/ruff check allocator metrics stress tests
+	$(BIN)/ruff format --check allocator metrics stress tests
+
+types: $(READY)
+	$(BIN)/mypy $(CODE)
+
+unit: $(READY)
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Weir needs Python 3.11 or newer; name one with: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "Python's venv module is missing; install it (Debian, Ubuntu: apt-get install python3-venv) and try again." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage coverage.xml htmlcov
+	rm -rf src/weir_allocator.egg-info
+	find allocator metrics stress tests -name __pycache__ -type d -prune -exec rm -rf {} +
