@@ -1,0 +1,110 @@
+"""Where memory comes from: virtual memory, or plain allocations.
+
+Every method that makes driver calls is called outside the pool's lock, inside `device.scope()` (R10), and on
+an error leaves things as they were (S10).  Proving that nobody uses what is unmapped is the caller's task:
+`cuMemUnmap` waits for nothing (R13).
+
+Next: pages.py (which addresses), heap.py (blocks).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Protocol
+
+from allocator.blocks.pages import Segment
+from allocator.devices import Device
+from allocator.errors import DriverError
+
+
+class Backing(Protocol):
+    """The calls that get memory from the driver and give it back."""
+
+    stalls: bool
+    """True if giving memory back waits for the whole device."""
+
+    def reserve(self) -> tuple[int, int]:
+        """The address range (base, bytes) that `attach` maps into; (0, 0) where the driver chooses addresses."""
+
+    def attach(self, ptr: int, nbytes: int, kind: int) -> Segment:
+        """Get `nbytes` from the driver, at `ptr` if `reserve` gave a range.  DriverError if it has none."""
+
+    def detach(self, segment: Segment) -> None:
+        """Give a segment back.  DriverError if the driver refuses; it is then as before."""
+
+    def close(self) -> None:
+        """Free the address range; no segment may be left."""
+
+
+class VirtualMemory:
+    """`cuMemCreate`, `cuMemMap`, `cuMemSetAccess` into one reserved range.  Stalls nobody."""
+
+    stalls = False
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._base = 0
+        self._size = 0
+
+    def reserve(self) -> tuple[int, int]:
+        """`cuMemAddressReserve`: four times the device's memory, so that there is always a hole to grow into."""
+        if not self._base:
+            size = 4 * -(-self._device.total_memory // self._device.granularity) * self._device.granularity
+            self._base = self._device.mem_address_reserve(size)
+            self._size = size
+        return self._base, self._size
+
+    def attach(self, ptr: int, nbytes: int, kind: int) -> Segment:
+        """`cuMemCreate`, `cuMemMap`, `cuMemSetAccess`; undone in reverse where one fails."""
+        device = self._device
+        handle = device.mem_create(nbytes)
+        try:
+            device.mem_map(ptr, nbytes, handle)
+            try:
+                device.mem_set_access(ptr, nbytes)
+            except DriverError:
+                with suppress(DriverError):
+                    device.mem_unmap(ptr, nbytes)
+                raise
+        except DriverError:
+            with suppress(DriverError):
+                device.mem_release(handle)
+            raise
+        return Segment(ptr, nbytes, handle, kind)
+
+    def detach(self, segment: Segment) -> None:
+        """`cuMemUnmap`, `cuMemRelease`."""
+        if segment.ptr:
+            self._device.mem_unmap(segment.ptr, segment.size)
+            segment.ptr = 0  # unmapped: a second try only releases
+        self._device.mem_release(segment.handle)
+
+    def close(self) -> None:
+        """`cuMemAddressFree`."""
+        if self._base:
+            base, self._base = self._base, 0
+            self._device.mem_address_free(base, self._size)
+
+
+class PlainMemory:
+    """`cuMemAlloc` and `cuMemFree`.  Giving back waits for the whole device."""
+
+    stalls = True
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def reserve(self) -> tuple[int, int]:
+        """No driver call."""
+        return 0, 0
+
+    def attach(self, ptr: int, nbytes: int, kind: int) -> Segment:
+        """`cuMemAlloc`."""
+        return Segment(self._device.mem_alloc(nbytes), nbytes, 0, kind)
+
+    def detach(self, segment: Segment) -> None:
+        """`cuMemFree`."""
+        self._device.mem_free(segment.ptr)
+
+    def close(self) -> None:
+        """No driver call."""

@@ -1,0 +1,118 @@
+"""One piece of device memory, and the pieces next to it.
+
+    LIVE      allocated: a caller has it
+    RETIRED   freed, not yet known to be finished: in flight
+    IDLE      safe for every stream
+
+Blocks of one mapped range form a list in address order (`prev`, `next`).  A block's address never changes;
+its size does, when it is split or merged.  `generation` grows whenever the block changes hands or shape, so a
+note taken about a block earlier (a queued free, a watch) can tell that it is out of date.
+
+Blocks know nothing of streams: an owner is whatever has a number and the stamp of a free made now.
+Next: index.py (best fit), heap.py (split and merge).
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from allocator.events import EMPTY, VectorClock
+
+LIVE: Final = 0
+RETIRED: Final = 1
+IDLE: Final = 2
+STATES: Final = ("live", "retired", "idle")
+
+NOBODY: Final = -1
+"""`sole` of memory that nobody has used since it was mapped."""
+MANY: Final = -2
+"""`sole` of memory that several streams have used."""
+
+
+class Owner(Protocol):
+    """What a block knows of the stream it was allocated on."""
+
+    number: int
+    here: VectorClock
+    ended: bool
+
+
+class Shelf(Protocol):
+    """Where a free block lies."""
+
+    def remove(self, block: Block) -> None:
+        """Take the block off the shelf."""
+
+
+class Block:
+    """[ptr, ptr + size): bytes, multiples of 512.
+
+    owner: where it was last allocated; None once parts of several owners were merged (R3).
+    sole: the number of the only stream that used it, NOBODY or MANY.
+    stamp: how far its users had got when it was freed; EMPTY once they are known to be finished.
+    users: the streams that use it while it lives, other than the owner; None if there are none.
+    """
+
+    __slots__ = (
+        "bin",
+        "generation",
+        "kind",
+        "next",
+        "owner",
+        "prev",
+        "ptr",
+        "requested",
+        "shelf",
+        "since",
+        "size",
+        "sole",
+        "stamp",
+        "state",
+        "users",
+    )
+
+    def __init__(self, ptr: int, size: int, kind: int) -> None:
+        self.ptr = ptr
+        self.size = size
+        self.kind = kind
+        """Which size class's memory it is of: `SMALL` or `LARGE` of heap.py."""
+        self.state = IDLE
+        self.generation = 0
+        self.requested = 0
+        """Bytes asked for by whoever has it."""
+        self.owner: Owner | None = None
+        self.sole = NOBODY
+        self.stamp = EMPTY
+        self.users: dict[int, Owner] | None = None
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.shelf: Shelf | None = None
+        self.bin: Bin | None = None
+        """The bin of its owner and size, kept while both stay, so that a free finds it at once."""
+        self.since = 0
+        """ns on the device's clock when it was put on a shelf of retired blocks."""
+
+    @property
+    def end(self) -> int:
+        """The address behind the last byte."""
+        return self.ptr + self.size
+
+    def __repr__(self) -> str:
+        owner = self.owner.number if self.owner is not None else None
+        return f"<Block {self.ptr:#x}+{self.size} {STATES[self.state]} owner={owner} stamp={dict(self.stamp.at)}>"
+
+
+class Bin(list[Block]):
+    """Free blocks of one exact size whose only declared user is one stream, newest last (R7).
+
+    They serve that stream only, at once: an exact fit is the best fit.
+    """
+
+    __slots__ = ("hits", "owner", "size")
+
+    def __init__(self, owner: Owner, size: int) -> None:
+        super().__init__()
+        self.owner = owner
+        self.size = size
+        self.hits = 0
+        """Allocations served from here."""

@@ -1,0 +1,82 @@
+"""Best fit: the smallest free block that is large enough, at the lowest address among equals.
+
+A `sortedcontainers.SortedList` of one integer a block, size and address side by side: integers compare faster
+than tuples.  O(log n) for everything.  Next: heap.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from sortedcontainers import SortedList
+
+from allocator.blocks.block import Block
+
+_ADDRESS_BITS: Final = 64
+
+
+class BestFit:
+    """Free blocks by (size, address); also the shelf they lie on.
+
+    >>> index = BestFit()
+    >>> small, large = Block(4096, 512, 0), Block(0, 2048, 0)
+    >>> index.add(small); index.add(large)
+    >>> index.find(513) is large, index.find(4096), index.nbytes
+    (True, None, 2560)
+    """
+
+    __slots__ = ("_blocks", "_keys", "nbytes")
+
+    def __init__(self) -> None:
+        self._keys: SortedList = SortedList()
+        self._blocks: dict[int, Block] = {}
+        self.nbytes = 0
+        """Bytes of all blocks here."""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks.values())
+
+    def add(self, block: Block) -> None:
+        """Put a block here.  Its size must not change while it is here."""
+        key = block.size << _ADDRESS_BITS | block.ptr
+        self._keys.add(key)
+        self._blocks[key] = block
+        self.nbytes += block.size
+        block.shelf = self
+
+    def remove(self, block: Block) -> None:
+        """Take a block away; KeyError if it is not here."""
+        key = block.size << _ADDRESS_BITS | block.ptr
+        del self._blocks[key]
+        self._keys.remove(key)
+        self.nbytes -= block.size
+        block.shelf = None
+
+    def find(self, size: int) -> Block | None:
+        """The smallest block of at least `size` bytes, at the lowest address; None if there is none."""
+        keys = self._keys
+        at = keys.bisect_left(size << _ADDRESS_BITS)
+        if at == len(keys):
+            return None
+        return self._blocks[keys[at]]
+
+    def from_size(self, size: int) -> Iterator[Block]:
+        """Blocks of at least `size` bytes, best fit first.  Nothing may be added or removed meanwhile."""
+        for key in self._keys.irange(size << _ADDRESS_BITS):
+            yield self._blocks[key]
+
+    def largest(self) -> int:
+        """Bytes of the largest block, 0 if there is none."""
+        return self._keys[-1] >> _ADDRESS_BITS if self._keys else 0
+
+    def check(self) -> None:
+        """Raise AssertionError unless keys, blocks and the total agree.  O(n)."""
+        assert len(self._keys) == len(self._blocks)
+        assert list(self._keys) == sorted(self._blocks)
+        for key, block in self._blocks.items():
+            assert key == block.size << _ADDRESS_BITS | block.ptr and block.shelf is self, block
+        assert self.nbytes == sum(b.size for b in self._blocks.values())

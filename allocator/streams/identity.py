@@ -1,0 +1,79 @@
+"""Which stream is that?  From anything stream-like to a handle, and to the object that keeps it alive.
+
+Rules: a stream's identity is (context, `cuStreamGetId`): handles are recycled at once (R8).  A handle may be
+used while an object known to own it is held, read anew from that object, or inside the call that was given
+it (R9).  Owners are told apart by `is`: some libraries' streams compare and hash by their handle.
+
+Next: registry.py, which remembers what was found.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from allocator.devices import LEGACY, PER_THREAD
+
+_BORROWED: Final = frozenset({"ExternalStream"})
+"""Class names of stream objects that wrap a handle without owning it (CuPy's, PyTorch's)."""
+
+_ATTRIBUTES: Final = ("handle", "ptr", "cuda_stream", "value")
+
+
+class OwnedHandle:
+    """A stream handle that we made and shall destroy.
+
+    It dies when it has been closed *and* no thread is inside a driver call that was given it: `pins` counts
+    those, under the registry's lock.
+    """
+
+    __slots__ = ("__weakref__", "closing", "handle", "pins")
+
+    def __init__(self, handle: int) -> None:
+        self.handle: int | None = handle
+        self.pins = 0
+        self.closing = False
+
+
+def handle_of(stream: object) -> int:
+    """The driver handle that `stream` holds at this moment, 0 told as `LEGACY`.
+
+    `stream` is an int, or speaks `__cuda_stream__`, or has the handle where a known library keeps it.
+    TypeError if it is none of these, ValueError if its stream has been closed.
+    """
+    if isinstance(stream, bool):
+        raise TypeError("stream must be a stream, a handle (int) or None, not bool")
+    if isinstance(stream, int):
+        handle: object = stream
+    elif hasattr(stream, "__cuda_stream__"):
+        protocol = stream.__cuda_stream__
+        answer = protocol() if callable(protocol) else protocol
+        if not isinstance(answer, tuple) or len(answer) < 2:
+            raise TypeError(f"{type(stream).__name__}.__cuda_stream__ must answer (version, handle), not {answer!r}")
+        handle = answer[1]
+    else:
+        for name in _ATTRIBUTES:
+            handle = getattr(stream, name, None)
+            if callable(handle):
+                handle = handle()
+            if handle is not None:
+                break
+        else:
+            raise TypeError(
+                f"{type(stream).__name__} is no stream: pass a Stream, an object with __cuda_stream__, a handle or None"
+            )
+    if isinstance(handle, bool) or not hasattr(handle, "__index__"):
+        raise ValueError(f"the {type(stream).__name__} given has no handle; has it been closed?")
+    number = int(handle.__index__())
+    if number < 0:
+        raise ValueError(f"a stream handle cannot be negative: {number}")
+    return number or LEGACY
+
+
+def owns_handle(stream: object) -> bool:
+    """True if holding `stream` keeps its handle alive: not for ints and for wrappers of a foreign handle."""
+    return not isinstance(stream, int) and type(stream).__name__ not in _BORROWED
+
+
+def is_special(handle: int) -> bool:
+    """True for the handles that never die: legacy and per-thread."""
+    return handle in (LEGACY, PER_THREAD)

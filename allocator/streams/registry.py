@@ -1,0 +1,393 @@
+"""All timelines of one context: which there are, which have ended, and what each may rely on.
+
+Timelines belong to the device and not to a pool: two pools may share a stream (R1).  Their state is guarded
+by one lock, `lock`; no driver call is ever made under it.  Numbers are never used again; a timeline that has
+ended and finished is forgotten, so a number that is not found means "over".
+
+Next: sealing.py (records, queries, waits), stream.py (what users hold).  Arguments: docs/ordering.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from allocator.devices import LEGACY, PER_THREAD, Capture, Device
+from allocator.errors import DriverError, ForkError, StreamCapturing, StreamClosed
+from allocator.events import EventPool, VectorClock
+from allocator.streams.context import CONTEXT, ContextTimeline, satisfied
+from allocator.streams.identity import OwnedHandle, handle_of, is_special, owns_handle
+from allocator.streams.timeline import Kind, Sealed, Timeline
+from allocator.sync import make_lock
+
+_HELD = 2
+"""References to an owner that are ours while it is looked at: the timeline's, and the look's own argument."""
+
+
+class Registry:
+    """The timelines of one context.  Get it with `Registry.of(device)`."""
+
+    _all: ClassVar[weakref.WeakKeyDictionary[Device, Registry]] = weakref.WeakKeyDictionary()
+    _all_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def of(cls, device: Device) -> Registry:
+        """The registry of the device's context, made at first use.  No driver call."""
+        registry = cls._all.get(device)
+        if registry is None:
+            with cls._all_lock:
+                registry = cls._all.get(device) or cls._all.setdefault(device, cls(device))
+        return registry
+
+    def __init__(self, device: Device) -> None:
+        self._device = weakref.ref(device)
+        self.lock = make_lock("timelines")
+        self.events = EventPool(device)
+        self.context = ContextTimeline()
+        self.legacy = Timeline(1, Kind.LEGACY, name="legacy")
+        self.lines: dict[int, Timeline] = {1: self.legacy}
+        self.streams: dict[int, Timeline] = {}
+        """Streams by the driver's id, which never repeats (R8)."""
+        self.version = 0
+        """Grows whenever any seqno gets completed: tells a pool to look again."""
+        self.counts: Counter[str] = Counter()
+        """event_records, event_queries, stream_waits, host_synchronizations."""
+        self.lost: str | None = None
+        """The sticky error that ended the context (R11)."""
+        self.forked = False
+        self.finished: deque[Timeline] = deque()
+        """Timelines whose user-facing stream or thread is gone; filled by finalisers, lock-free."""
+        self.orphan_events: deque[int] = deque()
+        """Driver events whose user-facing `Event` is gone; likewise."""
+        self._owners: dict[int, Timeline] = {}
+        self._next = 2
+        self._sweep_at = 8
+        self.local = threading.local()
+        """Of each thread: `per_thread`, its own per-thread stream; `stack`, its current streams."""
+
+    @property
+    def device(self) -> Device:
+        """The device; AllocatorError if it is gone."""
+        device = self._device()
+        assert device is not None, "the device outlives whoever uses its streams"
+        return device
+
+    # -- which stream is that? -----------------------------------------------------------------
+
+    def resolve(self, stream: object) -> Timeline:
+        """The timeline of anything stream-like that is not our `Stream` (R8).
+
+        Driver calls: none for an object seen before; for a bare handle at every call, and for an object at
+        first sight, `cuStreamIsCapturing`, `cuStreamGetId`, and at first sight `cuStreamGetFlags`.
+        Raises StreamCapturing while the stream captures (R10), TypeError, ValueError, StreamClosed.
+        """
+        line = self._owners.get(id(stream))
+        if line is not None and line.owner is stream and not line.ended:
+            return line
+        self.check_usable()
+        handle = handle_of(stream)
+        if handle == LEGACY:
+            return self.legacy
+        if handle == PER_THREAD:
+            return self.per_thread()
+        return self._look_up(handle, stream if owns_handle(stream) else None)
+
+    def per_thread(self) -> Timeline:
+        """The calling thread's per-thread default stream: never found by thread ident, which repeats (R8)."""
+        token: _ThreadToken | None = getattr(self.local, "per_thread", None)
+        if token is None:
+            line = self._look_up(PER_THREAD, None)
+            self.local.per_thread = token = _ThreadToken(line, self.finished)
+        return token.line
+
+    def adopt(self, handle: int, owner: object, *, non_blocking: bool, name: str | None) -> Timeline:
+        """A timeline for a stream that we have just made.  Driver call: `cuStreamGetId`."""
+        device = self.device
+        with device.scope():
+            identity = device.stream_id(handle)
+        kind = Kind.NON_BLOCKING if non_blocking else Kind.BLOCKING
+        with self.lock:
+            line = self._new_line(identity, kind, owner)
+            line.name = name
+        self.sweep()
+        return line
+
+    def _look_up(self, handle: int, owner: object) -> Timeline:
+        device = self.device
+        with device.scope():
+            if self.capturing(handle):
+                raise StreamCapturing(
+                    "the stream is being captured into a graph: allocate before the capture begins, or after it ends"
+                )
+            identity = device.stream_id(handle)
+            line = self.streams.get(identity)
+            blocking = True
+            if line is None:
+                blocking = device.stream_is_blocking(handle)
+        with self.lock:
+            line = self.streams.get(identity)
+            if line is None:
+                kind = Kind.BLOCKING if blocking else Kind.NON_BLOCKING
+                line = self._new_line(identity, Kind.PER_THREAD if handle == PER_THREAD else kind, owner)
+            elif owner is not None and line.owner is None and not line.ended:
+                line.owner = owner
+                self._owners[id(owner)] = line
+        if line.ended:
+            raise StreamClosed("the stream has been closed; make a new one")
+        self.sweep()
+        return line
+
+    def _new_line(self, identity: int, kind: Kind, owner: object) -> Timeline:
+        line = Timeline(self._next, kind, identity)
+        self._next += 1
+        line.owner = owner
+        if owner is not None:
+            self._owners[id(owner)] = line
+        self.streams[identity] = self.lines[line.number] = line
+        return line
+
+    @contextmanager
+    def borrow(self, line: Timeline, given: int | None = None) -> Iterator[int | None]:
+        """A handle of the stream for the length of a `with`; None if there is none to be used (R9).
+
+        given: a handle that the caller knows to be alive.  Otherwise it is read anew from the owner, which is
+        held meanwhile.  A per-thread stream has a handle in its own thread only.
+        """
+        if given is not None:
+            yield given
+        elif line.kind is Kind.LEGACY:
+            yield LEGACY
+        elif line.kind is Kind.PER_THREAD:
+            token: _ThreadToken | None = getattr(self.local, "per_thread", None)
+            yield PER_THREAD if token is not None and token.line is line else None
+        else:
+            owner = line.owner
+            if isinstance(owner, OwnedHandle):
+                with self.lock:
+                    handle = None if owner.closing else owner.handle
+                    owner.pins += 1
+                try:
+                    yield handle
+                finally:
+                    self._unpin(owner)
+            else:
+                yield _read(owner)
+
+    def _unpin(self, owner: OwnedHandle) -> None:
+        with self.lock:
+            owner.pins -= 1
+            dead = None
+            if owner.closing and not owner.pins:
+                dead, owner.handle = owner.handle, None
+        if dead is not None and not self.forked and not self.lost:
+            device = self.device
+            with device.scope():
+                device.stream_destroy(dead)
+
+    def destroy(self, owner: OwnedHandle) -> None:
+        """Destroy a stream of ours, as soon as no thread is inside a call with it.  `cuStreamDestroy`."""
+        with self.lock:
+            owner.closing = True
+            owner.pins += 1
+        self._unpin(owner)
+
+    def capturing(self, handle: int) -> bool:
+        """Is the stream capturing, or not to be asked?  Inside `device.scope()`.  `cuStreamIsCapturing` (R10)."""
+        try:
+            return self.device.stream_is_capturing(handle) is not Capture.NONE
+        except DriverError as error:
+            if error.sticky or handle != LEGACY:
+                self.failed(error)
+                raise
+            return True  # how the driver says that a blocking stream captures
+
+    # -- what may rely on what -----------------------------------------------------------------
+
+    def done(self, stamp: VectorClock) -> bool:
+        """Is all work of the stamp over?  O(entries), no lock, no driver call."""
+        lines = self.lines
+        for number, seqno in stamp.at.items():
+            if number == CONTEXT:
+                if seqno > self.context.completed:
+                    return False
+                continue
+            line = lines.get(number)
+            if line is not None and line.completed < seqno:
+                return False
+        return True
+
+    def unfinished(self, stamp: VectorClock) -> VectorClock:
+        """The entries of the stamp that are not known to be over."""
+        if self.done(stamp):
+            return VectorClock()
+        return VectorClock({n: q for n, q in stamp.items() if not self.done(VectorClock({n: q}))})
+
+    def known(self, stamp: VectorClock, line: Timeline, *, exempt: bool = False, legacy_edges: bool = False) -> bool:
+        """Is stamp <= known(S)?  May S take memory with this stamp, with no driver call?
+
+        known(S) is its clock, what is complete, and S itself.  exempt: S is the block's own owner, so the users
+        that are only assumed do not count (R3).  legacy_edges: work on a blocking stream is ordered behind what
+        legacy has been given, and legacy's behind theirs; true of declared uses only, and what was reached
+        through them must stay in the next stamp (R6).
+        """
+        at = line.clock.at
+        me = line.number
+        for number, seqno in stamp.at.items():
+            if number == me or at.get(number, 0) >= seqno:
+                continue
+            if number == CONTEXT:
+                if exempt or seqno <= self.context.completed:
+                    continue
+                with self.lock:
+                    seal = self.context.seal_for(seqno)
+                    if seal is not None and satisfied(seal.need, line.clock, self.lines, me):
+                        continue
+                return False
+            other = self.lines.get(number)
+            if other is None or other.completed >= seqno:
+                continue
+            if legacy_edges and (
+                (other.kind is Kind.LEGACY and line.kind.blocking) or (line.kind is Kind.LEGACY and other.kind.blocking)
+            ):
+                continue
+            return False
+        return True
+
+    def stamp(self, line: Timeline, assumed: bool) -> VectorClock:
+        """The stamp of a free now, on `line` alone; one shared object until a seqno is closed.  No lock."""
+        if not assumed:
+            return line.here
+        stamp = line.here_assumed
+        if stamp is None or stamp.at[CONTEXT] != self.context.pending:
+            stamp = line.here_assumed = line.here.advanced(CONTEXT, self.context.pending)
+        return stamp
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    def complete(self, line: Timeline, seqno: int) -> None:
+        """The stream's work up to `seqno` is over.  Under the lock."""
+        if seqno <= line.completed:
+            return
+        for event in line.complete(seqno):
+            self.events.give_back(event)
+        line.poisoned = None  # an error was never completion (R11); this is
+        self.version += 1
+        self.forget_if_over(line)
+
+    def advance_context(self) -> None:
+        """See which context seqnos are complete now.  Under the lock."""
+        before = self.context.completed
+        for sealed in self.context.advance(self.lines):
+            sealed.done = True
+            if not sealed.users:
+                self.events.give_back(sealed.event)
+        self.version += self.context.completed != before
+
+    def forget_if_over(self, line: Timeline) -> None:
+        """Drop a timeline that has ended and finished.  Under the lock."""
+        if line.ended and line.completed >= line.closed and line is not self.legacy:
+            self.lines.pop(line.number, None)
+            if self.streams.get(line.identity) is line:
+                del self.streams[line.identity]
+
+    def release_owner(self, line: Timeline) -> object:
+        """Take the owner out, for the caller to drop outside the lock (R9).  Under the lock."""
+        owner, line.owner = line.owner, None
+        if owner is not None:
+            self._owners.pop(id(owner), None)
+        return owner
+
+    def sweep(self) -> None:
+        """Look for foreign stream objects that only we still hold; their streams end (R9).
+
+        Costs O(streams), so it runs when their number has doubled since last time, at `stats()` and before a
+        pool grows.  No driver call: `sealing.end_finished` makes them.
+        """
+        if len(self._owners) >= self._sweep_at:
+            self.sweep_now()
+
+    def sweep_now(self) -> None:
+        """`sweep`, at once."""
+        with self.lock:
+            for line in list(self._owners.values()):
+                owner = line.owner
+                if owner is None or isinstance(owner, OwnedHandle):  # ours tell us themselves
+                    continue
+                # `owner`, the timeline's slot and the argument of getrefcount: nobody else holds it
+                if sys.getrefcount(owner) <= _HELD + 1:
+                    self.finished.append(line)
+            self._sweep_at = max(8, 2 * len(self._owners))
+
+    def seen(self) -> list[Timeline]:
+        """Every timeline that may still have unfinished work.  Under the lock."""
+        return list(self.lines.values())
+
+    # -- errors --------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise if no driver call may be made: after a fork, or once the context is lost."""
+        if self.forked:
+            raise ForkError(
+                f"this pool belongs to the parent process of {os.getpid()}: CUDA does not survive a fork; "
+                "make a new pool in the child, or start it with multiprocessing's 'spawn'"
+            )
+        if self.lost is not None:
+            raise DriverError("the device", self.lost, "the context is lost; restart the process", sticky=True)
+
+    def failed(self, error: DriverError) -> None:
+        """Note a driver's error: a sticky one ends the context (R11)."""
+        if error.sticky and self.lost is None:
+            self.lost = error.code
+
+    def recycle(self, sealed: Sealed) -> None:
+        """One thread less uses the event outside the lock; back to the pool if it was the last.  Under the lock."""
+        sealed.users -= 1
+        if sealed.done and not sealed.users:
+            self.events.give_back(sealed.event)
+
+    def check(self) -> None:
+        """Raise AssertionError unless all counters are in order.  O(timelines + events)."""
+        with self.lock:
+            self.context.check()
+            for number, line in self.lines.items():
+                assert number == line.number, (number, line)
+                line.check()
+
+
+def _read(owner: object) -> int | None:
+    """The owner's handle, read anew; None for a bare handle, and once the owner has been closed."""
+    if owner is None:
+        return None
+    try:
+        handle = handle_of(owner)
+    except (TypeError, ValueError):
+        return None
+    return None if is_special(handle) else handle
+
+
+class _ThreadToken:
+    """Lives in a thread's local storage; its death is how we learn that the thread has ended."""
+
+    __slots__ = ("_finished", "line")
+
+    def __init__(self, line: Timeline, finished: deque[Timeline]) -> None:
+        self.line = line
+        self._finished = finished
+
+    def __del__(self) -> None:
+        self._finished.append(self.line)
+
+
+def _after_fork_in_child() -> None:
+    for registry in list(Registry._all.values()):
+        registry.forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
