@@ -65,6 +65,7 @@ class Rig:
         self._streams: list[int] = []
         self._events: list[int] = []
         self._workers: list[Worker] = []
+        self._gave_up: list[Latch] = []
         self._control = gpu.stream_create(non_blocking=True, priority=0)
 
     # -- made here, ended by close() ----------------------------------------------------------
@@ -98,6 +99,10 @@ class Rig:
     def hold(self, stream: int) -> Latch:
         return self.kernels.hold(stream)
 
+    def release(self) -> None:
+        """Release every latch."""
+        self._gave_up += self.kernels.release_all()
+
     def start(self, function: Callable[[], Any]) -> Worker:
         """Run `function` in a thread; return once it is about to be called."""
         worker = Worker(self, function)
@@ -112,7 +117,7 @@ class Rig:
 
     def close(self) -> None:
         """Release every latch, wait for everything, end what was made.  Fails if a latch had given up."""
-        gave_up = self.kernels.release_all()
+        self.release()
         for worker in self._workers:
             with contextlib.suppress(Exception):
                 worker.result()
@@ -121,7 +126,7 @@ class Rig:
             self.gpu.event_destroy(event)
         for stream in [*self._streams, self._control]:
             self.gpu.stream_destroy(stream)
-        assert not gave_up, "a latch gave up after 20 s: something waited for a held stream"
+        assert not self._gave_up, "a latch gave up after 20 s: something waited for a held stream"
 
     # -- questions ----------------------------------------------------------------------------
 

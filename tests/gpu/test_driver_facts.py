@@ -246,7 +246,7 @@ def test_creating_and_destroying_does_not_wait_for_a_busy_stream(rig: Rig, held:
     ptr = rig.gpu.mem_alloc(MIB)
     pinned = int(rig.cu("cuMemHostAlloc", 4096, 0))
     assert not rig.gpu.stream_query(held)
-    rig.kernels.release_all()
+    rig.release()
     rig.gpu.mem_free(ptr)
     rig.cu("cuMemFreeHost", pinned)
 

@@ -150,7 +150,7 @@ def target(rig: Rig) -> Iterator[Target]:
     try:
         yield target
     finally:
-        rig.kernels.release_all()
+        rig.release()
         rig.gpu.ctx_synchronize()
         target.close()
 
