@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from allocator.devices.device import LEGACY, PER_THREAD, Capture, Device
+from allocator.devices.sim import Access, Race, SimDevice
 
 if TYPE_CHECKING:
     from allocator.devices.cuda import CudaDevice
 
-__all__ = ["LEGACY", "PER_THREAD", "Capture", "CudaDevice", "Device"]
+__all__ = ["LEGACY", "PER_THREAD", "Access", "Capture", "CudaDevice", "Device", "Race", "SimDevice"]
 
 
 def __getattr__(name: str) -> object:
