@@ -63,12 +63,9 @@ def start(driver: Any) -> int:
         # driver before 12.0 lacks the entry point through which the bindings find all others.
         if "cuGetProcAddress" in str(error):
             raise AllocatorError(_OLD_DRIVER.format("")) from None
-        raise AllocatorError(f"{_NO_DRIVER} ({_first_sentence(error)})") from None
+        detail = "" if "NotFound" in type(error).__name__ else f" ({error})"
+        raise AllocatorError(_NO_DRIVER + detail) from None
     if version < MINIMUM_DRIVER:
         raise AllocatorError(_OLD_DRIVER.format(f" (it is for CUDA {version // 1000}.{version % 1000 // 10})"))
     _started_in = os.getpid()
     return int(version)
-
-
-def _first_sentence(error: BaseException) -> str:
-    return str(error).strip().split(". ")[0].rstrip(".")

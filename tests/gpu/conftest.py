@@ -18,10 +18,11 @@ if str(HERE) not in sys.path:
 # held stream would hold others.  Read by the driver when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-from allocator.devices import CudaDevice  # noqa: E402
-from allocator.errors import AllocatorError  # noqa: E402
 from kernels import Kernels  # noqa: E402
 from rig import Rig  # noqa: E402
+
+from allocator.devices import CudaDevice  # noqa: E402
+from allocator.errors import AllocatorError  # noqa: E402
 
 LIMIT_S = 120  # a test that takes longer ends the whole run, with every thread's stack
 

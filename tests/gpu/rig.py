@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from kernels import Kernels, Latch, done_within
+
 from allocator.devices import PER_THREAD, Capture, CudaDevice
 from allocator.errors import DriverError
-from kernels import Kernels, Latch, done_within
 
 T = TypeVar("T")
 GLOBAL, THREAD_LOCAL, RELAXED = "GLOBAL", "THREAD_LOCAL", "RELAXED"

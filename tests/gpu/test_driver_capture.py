@@ -7,12 +7,12 @@ KILLS   the call fails *and* the capture is invalidated
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+from rig import GLOBAL, RELAXED, THREAD_LOCAL, Rig, error_of
 
 from allocator.devices import LEGACY, PER_THREAD, Capture
-from rig import GLOBAL, RELAXED, THREAD_LOCAL, Rig, error_of
 
 MIB = 1 << 20
 
@@ -34,7 +34,7 @@ class Scene:
         self.gpu.ctx_synchronize()
 
     @contextlib.contextmanager
-    def capturing(self, mode: str):  # type: ignore[no-untyped-def]
+    def capturing(self, mode: str) -> Iterator[None]:
         with self.rig.capturing(self.stream, mode):
             self.gpu.event_record(self.inside, self.stream)
             yield

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-
-from allocator.devices import LEGACY, PER_THREAD
 from kernels import done_within
 from rig import Rig, error_of
+
+from allocator.devices import LEGACY, PER_THREAD
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -254,10 +254,7 @@ def test_creating_and_destroying_does_not_wait_for_a_busy_stream(rig: Rig, held:
 @pytest.mark.parametrize("kind", ["device", "pinned"])
 def test_r13_freeing_plain_memory_waits_for_the_whole_device(rig: Rig, kind: str) -> None:
     stream = rig.non_blocking()
-    if kind == "device":
-        ptr = rig.gpu.mem_alloc(MIB)
-    else:
-        ptr = int(rig.cu("cuMemHostAlloc", MIB, 0))
+    ptr = rig.gpu.mem_alloc(MIB) if kind == "device" else int(rig.cu("cuMemHostAlloc", MIB, 0))
     latch = rig.hold(stream)
     worker = rig.start(lambda: rig.gpu.mem_free(ptr) if kind == "device" else rig.cu("cuMemFreeHost", ptr))
     rig.settle(50)

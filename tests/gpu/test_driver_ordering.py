@@ -9,9 +9,9 @@ import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
+from rig import Rig, per_thread_or
 
 from allocator.devices import LEGACY, PER_THREAD
-from rig import Rig, per_thread_or
 
 BLOCKING = ["blocking", "per_thread"]
 
