@@ -342,7 +342,8 @@ class DriverCalls:
                 theirs.wait(waiting, waited)
                 return
             if theirs is not None and theirs.active:
-                self.kill(call, "CUDA_ERROR_STREAM_CAPTURE_MERGE", [theirs])
+                both = [r for r in (theirs, waiting.recording) if r is not None]
+                self.kill(call, "CUDA_ERROR_STREAM_CAPTURE_MERGE", both)
             self.judge_stream(call, waiting)
             if theirs is not None:
                 raise DriverError(call, _INVALID_VALUE, "the event was recorded in a capture")

@@ -83,6 +83,7 @@ class World:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.waiting: set[int] = set()
+        self.hopeless: set[int] = set()
 
     def add_device(self, device: DriverCalls) -> int:
         """Register a device; its slot (the smallest free number) places its addresses."""
@@ -112,11 +113,16 @@ class World:
                 self.changed.wait(0.02)
         finally:
             self.waiting.discard(me)
+            self.hopeless.discard(me)
             self.changed.notify_all()
 
     def _check_hope(self, call: str, waited_s: float) -> None:
+        if threading.get_ident() in self.hopeless:
+            raise SimDeadlock(f"{call} waits for a held stream, as every other thread did")
         helpers = [t for t in threading.enumerate() if t.ident not in self.waiting and t.is_alive()]
         if not helpers:
+            # It is one deadlock for all of them, whatever this thread does once it has caught the error.
+            self.hopeless |= self.waiting
             raise SimDeadlock(f"{call} waits for a held stream, and no other thread is left to resume it")
         daemons_only = all(t.daemon for t in helpers)
         if waited_s > (self.daemon_patience_s if daemons_only else self.patience_s):
