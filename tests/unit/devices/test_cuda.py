@@ -421,6 +421,7 @@ def test_s21_in_a_forked_child_nothing_reaches_the_driver(
     scope = gpu.scope()
     scope.__enter__()
     parent = os.getpid()
+    monkeypatch.setattr(_bindings, "forks", _bindings.forks + 1)
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
     driver.made.clear()
     for method, _, _ in METHODS.values():
@@ -432,6 +433,30 @@ def test_s21_in_a_forked_child_nothing_reaches_the_driver(
         CudaDevice(1)
     scope.__exit__(None, None, None)  # silent
     assert driver.made == []
+
+
+def test_s21_a_fork_that_python_does_not_see_is_found_by_the_process_number(
+    gpu: CudaDevice, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    gpu.primary_context()
+    driver.made.clear()
+    with pytest.raises(ForkError), gpu.scope():
+        raise AssertionError("not reached")
+    assert driver.made == []
+
+
+def test_s21_forks_are_counted_in_the_child() -> None:
+    code = (
+        "import os\n"
+        "from allocator.devices import _bindings\n"
+        "pid = os.fork()\n"
+        "if pid == 0: os._exit(10 + _bindings.forks)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), _bindings.forks)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["11", "0"], done.stderr
 
 
 def test_at_exit_nothing_reaches_the_driver(
