@@ -27,6 +27,17 @@ _NO_DEVICE: Final = "the NVIDIA driver sees no GPU: check `nvidia-smi` and CUDA_
 _FORKED: Final = "CUDA was started in a parent process and cannot be used after a fork: use the spawn start method"
 
 _started_in: int | None = None  # the process that called cuInit
+forks = 0  # how many forks lie between the process that imported this and the present one
+
+
+def _forked() -> None:
+    global forks
+    forks += 1
+
+
+# Asked before every driver call, so a counter: reading the process number is a system call.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def load() -> Any:

@@ -84,6 +84,7 @@ class CudaDevice:
 
     _driver: Any
     _handle: int
+    _forks: int
     _pid: int
     _version: int
     _ordinal: int
@@ -101,6 +102,7 @@ class CudaDevice:
         self = super().__new__(cls)
         self._driver = _bindings.load()
         self._version = _bindings.start(self._driver)
+        self._forks = _bindings.forks
         self._pid = os.getpid()
         self._ordinal = ordinal
         self._calls = Counter()
@@ -120,16 +122,16 @@ class CudaDevice:
 
     def _do(self, call: str, *args: object) -> Any:
         """Make one driver call; return its only result, a tuple of several, or None."""
-        status, *results = self._make(call, args)
-        if status:
-            raise _error(call, status)
-        if len(results) == 1:
-            return results[0]
-        return tuple(results) if results else None
+        answer = self._make(call, args)
+        if answer[0]:
+            raise _error(call, answer[0])
+        if len(answer) == 2:
+            return answer[1]
+        return answer[1:] or None
 
     def _ready(self, call: str, handle: int) -> bool:
         """Make a query: True, or False for "not ready"."""
-        (status,) = self._make(call, (handle,))
+        status = self._make(call, (handle,))[0]
         if not status:
             return True
         if status == _NOT_READY:
@@ -138,7 +140,7 @@ class CudaDevice:
 
     def _make(self, call: str, args: tuple[object, ...]) -> Any:
         """Count a call and make it: what the bindings return, the status first."""
-        if self._pid != os.getpid():
+        if self._forks != _bindings.forks:
             raise ForkError(f"{self!r} was made in a parent process; a CUDA context does not survive a fork")
         if sys.is_finalizing():
             raise DriverError(call, "CUDA_ERROR_DEINITIALIZED", "the interpreter is shutting down", sticky=True)
@@ -376,6 +378,8 @@ class CudaDevice:
 
     def push(self) -> Any:
         """Make the context current and the thread's capture mode RELAXED; return the mode before."""
+        if self._pid != os.getpid():  # a fork by foreign code, unseen by Python: asked here, as a call asks a counter
+            raise ForkError(f"{self!r} was made in a parent process; a CUDA context does not survive a fork")
         self._do("cuCtxPushCurrent", self.primary_context())
         try:
             relaxed = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -386,7 +390,7 @@ class CudaDevice:
 
     def pop(self, mode: Any) -> None:
         """Undo `push`, both parts even if the first fails.  Silent in a forked child, and at exit."""
-        if self._pid != os.getpid() or sys.is_finalizing():
+        if self._pid != os.getpid() or self._forks != _bindings.forks or sys.is_finalizing():
             return
         try:
             self._do("cuThreadExchangeStreamCaptureMode", mode)

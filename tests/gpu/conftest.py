@@ -72,10 +72,20 @@ def kernels(gpu: CudaDevice) -> Kernels:
     return kernels
 
 
+def _real_stderr(config: pytest.Config) -> int:
+    """pytest's copy of stderr: the descriptor itself leads into the captured output, lost when the run ends."""
+    try:
+        from _pytest.faulthandler import fault_handler_stderr_fd_key
+
+        return config.stash[fault_handler_stderr_fd_key]
+    except (ImportError, KeyError):
+        return 2
+
+
 @pytest.fixture
-def rig(gpu: CudaDevice, kernels: Kernels) -> Iterator[Rig]:
+def rig(gpu: CudaDevice, kernels: Kernels, pytestconfig: pytest.Config) -> Iterator[Rig]:
     """Streams, events and latches, with the context current and the thread's capture mode the default."""
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=_real_stderr(pytestconfig))
     kernels.cu("cuCtxPushCurrent", gpu.primary_context())
     rig = Rig(gpu, kernels)
     try:
