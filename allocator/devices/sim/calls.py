@@ -1,195 +1,35 @@
 """The simulated driver: the calls of the device protocol, with CUDA's rules and stricter ones.
 
-Rule: *every call is judged before it acts*: forked process, scope, broken context, fault plan, dead handle,
-capture; then it changes state, then it tells the oracle.  What only a mistake can cause is also written to
-`violations`, since the caller may swallow the exception.
-
-One lock guards everything (world.py).  `before_call` runs outside of it, and host waits give it up.
+Rule: *every call is judged* (context.py), *then changes state, then tells the oracle*.  One lock guards
+everything (world.py); `before_call` runs outside of it, and host waits give it up.
 
 Next: device.py (what a program does with the device).  Rules: docs/ordering.md.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Final
 
 from allocator.devices.device import LEGACY, PER_THREAD, Capture
-from allocator.devices.sim import capture, memory
-from allocator.devices.sim.faults import Faults
-from allocator.devices.sim.oracle import HandOut, Mark, Oracle
+from allocator.devices.sim import capture
+from allocator.devices.sim.context import INVALID_HANDLE, INVALID_VALUE, Context
+from allocator.devices.sim.oracle import HandOut, Mark
 from allocator.devices.sim.scope import Scope
-from allocator.devices.sim.streams import Meter, Node, Queues, SimEvent, SimStream, latest, new_id
-from allocator.devices.sim.world import WORLD, Clock
+from allocator.devices.sim.streams import Node, SimEvent, SimStream, new_id
+from allocator.devices.sim.world import WORLD
 from allocator.errors import DriverError
 
-T = TypeVar("T")
-_serials: Final = itertools.count()
-_INVALID_VALUE: Final = "CUDA_ERROR_INVALID_VALUE"
-_INVALID_HANDLE: Final = "CUDA_ERROR_INVALID_HANDLE"
-
-
-Item = tuple["DriverCalls", int, int, bool, HandOut | None]
+Item = tuple[Context, int, int, bool, HandOut | None]
 """One access of a launch: whose memory, ptr, nbytes, whether it writes, for which hand-out."""
 
 
-class DriverCalls:
+class DriverCalls(Context):
     """The protocol's half of `SimDevice`; see `allocator.devices.Device` for each call's contract."""
 
     watches: Final = True
     simulated: Final = True
-    granularity: Final = memory.GRANULARITY
-
-    def __init__(
-        self, total: int, ordinal: int, name: str, *, touching: bool, virtual_memory: bool, context_events: bool
-    ) -> None:
-        self.ordinal = ordinal
-        self.name = name
-        self.label = f"sim:{ordinal}"
-        self.serial = next(_serials)
-        self.key = ("sim", self.serial)
-        self.supports_virtual_memory = virtual_memory
-        self.supports_context_events = context_events
-        self.calls: Counter[str] = Counter()
-        self.costs: dict[str, int] = {}
-        self.before_call: Callable[[str], object] | None = None
-        self.violations: list[str] = []
-        self.clock = Clock()
-        self.clock.members.add(self)
-        self.meter = Meter()
-        legacy_id = new_id()
-        self.oracle = Oracle(legacy_id)
-        self.memory = memory.Memory(total, WORLD.add_device(self), touching=touching)
-        self._pid = os.getpid()
-        self._faults = Faults()
-        self._broken: tuple[str, str] | None = None
-        self._legacy = SimStream(LEGACY, self.oracle.legacy, blocking=True, ident=legacy_id)
-        self._queues = Queues(self._legacy, self.meter)
-        self._streams: dict[int, SimStream] = {}
-        self._events: dict[int, SimEvent] = {}
-        # Handles are far apart and differ from device to device, as pointers do.
-        self._new_handles = itertools.count((self.serial + 1) << 32, 0x100)
-        self._stream_handles: list[int] = []
-        self._event_handles: list[int] = []
-
-    # -- judging ------------------------------------------------------------------------------
-
-    def refused(self, call: str, code: str, detail: str, *, sticky: bool = False) -> DriverError:
-        """The error for a caller's mistake; noted in `violations`."""
-        self.violations.append(f"{call}: {code} ({detail})")
-        return DriverError(call, code, detail, sticky=sticky)
-
-    def broken(self, call: str, code: str, detail: str) -> DriverError:
-        """As `refused`, and the context is lost (R11)."""
-        self._broken = (code, detail)
-        return self.refused(call, code, detail, sticky=True)
-
-    def before(self, call: str, *, scoped: bool = True) -> None:
-        """What comes before the lock: fork, scope, the test's hook."""
-        if os.getpid() != self._pid:
-            raise self.refused(call, "CUDA_ERROR_NOT_INITIALIZED", "called after a fork, in the child", sticky=True)
-        thread = WORLD.thread
-        if scoped and not (thread.stack and thread.stack[-1] is self):
-            raise self.refused(call, "CUDA_ERROR_INVALID_CONTEXT", f"called outside of the scope() of {self.label}")
-        hook = self.before_call
-        if hook is not None and not thread.in_hook:
-            thread.in_hook = True
-            try:
-                hook(call)
-            finally:
-                thread.in_hook = False
-
-    def enter(self, call: str) -> None:
-        """What comes first inside the lock: count, cost, broken context, fault plan."""
-        if self._broken is not None:
-            code, detail = self._broken
-            raise DriverError(call, code, f"the context is lost: {detail}", sticky=True)
-        self.calls[call] += 1
-        if self.costs:
-            self.clock.now += self.costs.get(call, 0)
-        fault = self._faults.strike(call)
-        if fault is not None:
-            if fault.sticky:
-                self._broken = (fault.error, "planned")
-            raise DriverError(call, fault.error, "planned", sticky=fault.sticky)
-
-    def stream_of(self, call: str, handle: int) -> SimStream:
-        """The stream behind a handle.  A dead one breaks the device: a real driver crashes."""
-        stream = self._streams.get(handle)
-        if stream is not None:
-            return stream
-        if handle == LEGACY:
-            return self._legacy
-        if handle == PER_THREAD:
-            streams = WORLD.thread.streams
-            stream = streams.get(self)
-            if stream is None:
-                ident = new_id()
-                stream = SimStream(handle, self.oracle.line(handle, ident, blocking=True), blocking=True, ident=ident)
-                streams[self] = stream
-            return stream
-        raise self.broken(call, _INVALID_HANDLE, f"{handle:#x} is no live stream of {self.label}")
-
-    def event_of(self, call: str, handle: int, *, own: bool = True) -> SimEvent:
-        """The event behind a handle; `own`: of this device.  A dead one breaks the device."""
-        event = self._events.get(handle)
-        if event is not None:
-            return event
-        for device in list(WORLD.devices.values()):
-            event = device._events.get(handle)
-            if event is not None:
-                if own:
-                    raise DriverError(call, _INVALID_HANDLE, f"an event of {device.label}")
-                return event
-        raise self.broken(call, _INVALID_HANDLE, f"{handle:#x} is no live event")
-
-    def kill(self, call: str, code: str, recordings: Sequence[capture.Recording]) -> None:
-        """If there are any captures given, invalidate them and raise."""
-        if recordings:
-            for recording in recordings:
-                recording.kill()
-            raise DriverError(call, code, "a stream is capturing; the capture is now invalid")
-
-    def judge_stream(self, call: str, stream: SimStream, *, unsafe: bool = False) -> None:
-        """Raise if a capture forbids this call on this stream (legacy: while a blocking stream captures)."""
-        if not WORLD.recordings:
-            return
-        recording = stream.recording
-        if recording is not None:
-            if recording.invalid:
-                raise DriverError(call, capture.INVALIDATED)
-            self.kill(call, capture.UNSUPPORTED, [recording])
-        if stream is self._legacy:
-            self.kill(call, capture.IMPLICIT, capture.blocking_in(self.serial))
-        if unsafe:
-            self.kill(call, capture.UNSUPPORTED, capture.forbids())
-
-    def judge_event(self, call: str, event: SimEvent) -> None:
-        """Raise if the event belongs to a capture, or if a capture forbids asking."""
-        recording = event.recording
-        if recording is not None:
-            if recording.active:
-                self.kill(call, "CUDA_ERROR_CAPTURED_EVENT", [recording])
-            raise DriverError(call, _INVALID_VALUE, "the event was recorded in a capture")
-        self.kill(call, capture.UNSUPPORTED, capture.forbids())
-
-    # -- waiting ------------------------------------------------------------------------------
-
-    def wait_on_host(self, call: str, nodes: list[Node]) -> None:
-        """Move virtual time to the end of all `nodes`; the lock is held once, and given up while they are held."""
-        WORLD.wait_resolved(nodes, any_of=False, call=call)
-        if self._broken is not None:
-            raise DriverError(call, self._broken[0], "the context was lost during the wait", sticky=True)
-        self._stall_until(latest(nodes))
-
-    def _stall_until(self, when: int) -> None:
-        if when > self.clock.now:
-            self.meter.host_ns += when - self.clock.now
-            self.clock.now = when
 
     # -- the calling thread -------------------------------------------------------------------
 
@@ -222,7 +62,7 @@ class DriverCalls:
         call = "cuCtxRecordEvent"
         self.before(call)
         with WORLD.lock:
-            recorded = self._enter_record(call, event)
+            recorded = self.enter_record(call, event)
             if not self.supports_context_events:
                 raise self.refused(call, "CUDA_ERROR_NOT_SUPPORTED", "this driver is older than 12.5")
             self.kill(call, capture.UNSUPPORTED, capture.of_context(self.serial))
@@ -261,7 +101,7 @@ class DriverCalls:
         with WORLD.lock:
             self.enter(call)
             if stream in (LEGACY, PER_THREAD):
-                raise self.refused(call, _INVALID_HANDLE, "the default streams cannot be destroyed")
+                raise self.refused(call, INVALID_HANDLE, "the default streams cannot be destroyed")
             found = self.stream_of(call, stream)
             if found.recording is not None:
                 found.recording.kill()
@@ -346,7 +186,7 @@ class DriverCalls:
                 self.kill(call, "CUDA_ERROR_STREAM_CAPTURE_MERGE", both)
             self.judge_stream(call, waiting)
             if theirs is not None:
-                raise DriverError(call, _INVALID_VALUE, "the event was recorded in a capture")
+                raise DriverError(call, INVALID_VALUE, "the event was recorded in a capture")
             if waited.node is None:
                 return
             if waited.owner is not self:
@@ -376,22 +216,12 @@ class DriverCalls:
             del self._events[event]
             self._event_handles.append(event)
 
-    def _enter_record(self, call: str, event: int) -> SimEvent:
-        """A record that fails leaves an event that queries as done, as on hardware."""
-        try:
-            self.enter(call)
-        except DriverError:
-            if event in self._events:
-                self._events[event].void()
-            raise
-        return self.event_of(call, event)
-
     def event_record(self, event: int, stream: int) -> None:
         """Move the event behind the stream's work so far."""
         call = "cuEventRecord"
         self.before(call)
         with WORLD.lock:
-            recorded = self._enter_record(call, event)
+            recorded = self.enter_record(call, event)
             recording = self.stream_of(call, stream)
             if recording.recording is not None and recording.recording.active:
                 recording.recording.record(recorded, recording)
@@ -438,7 +268,7 @@ class DriverCalls:
                 if event.recording is not None:
                     self.judge_event(call, event)
                 if not event.timing or event.node is None:
-                    raise DriverError(call, _INVALID_HANDLE, "needs two recorded events made with timing")
+                    raise DriverError(call, INVALID_HANDLE, "needs two recorded events made with timing")
                 if not event.node.done(self.clock.now):
                     raise DriverError(call, "CUDA_ERROR_NOT_READY")
                 assert event.node.finish is not None
@@ -470,10 +300,10 @@ class DriverCalls:
                 if timeout_s != math.inf:
                     deadline = self.clock.now + round(timeout_s * 1e9)
                     if first is None or first > deadline:
-                        self._stall_until(deadline)
+                        self.stall_until(deadline)
                         return False
                 assert first is not None
-                self._stall_until(first)
+                self.stall_until(first)
             if len(marks) == 1:
                 self.oracle.host_learns(marks[0][1])
             return True
@@ -485,47 +315,33 @@ class DriverCalls:
         """Bytes."""
         return self.memory.total
 
-    def _of_memory(self, call: str, action: Callable[..., T], *args: int) -> T:
-        try:
-            return action(*args)
-        except memory.Refusal as refusal:
-            raise self.refused(call, *refusal.args) from None
-        except memory.Failure as failure:
-            raise DriverError(call, *failure.args) from None
-
-    def _plain_call(self, call: str, action: Callable[..., T], *args: int) -> T:
-        self.before(call)
-        with WORLD.lock:
-            self.enter(call)
-            return self._of_memory(call, action, *args)
-
     def mem_get_info(self) -> tuple[int, int]:
         """(free, total)."""
-        return self._plain_call("cuMemGetInfo", lambda: (self.memory.free, self.memory.total))
+        return self.plain_call("cuMemGetInfo", lambda: (self.memory.free, self.memory.total))
 
     def mem_address_reserve(self, nbytes: int) -> int:
         """Addresses only."""
-        return self._plain_call("cuMemAddressReserve", self.memory.reserve, nbytes)
+        return self.plain_call("cuMemAddressReserve", self.memory.reserve, nbytes)
 
     def mem_address_free(self, ptr: int, nbytes: int) -> None:
         """Refused while something is mapped."""
-        self._plain_call("cuMemAddressFree", self.memory.unreserve, ptr, nbytes)
+        self.plain_call("cuMemAddressFree", self.memory.unreserve, ptr, nbytes)
 
     def mem_create(self, nbytes: int) -> int:
         """Physical memory."""
-        return self._plain_call("cuMemCreate", self.memory.create, nbytes)
+        return self.plain_call("cuMemCreate", self.memory.create, nbytes)
 
     def mem_release(self, handle: int) -> None:
         """Given back once unmapped."""
-        self._plain_call("cuMemRelease", self.memory.release, handle)
+        self.plain_call("cuMemRelease", self.memory.release, handle)
 
     def mem_map(self, ptr: int, nbytes: int, handle: int) -> None:
         """Refused twice for one handle or one address."""
-        self._plain_call("cuMemMap", self.memory.map, ptr, nbytes, handle)
+        self.plain_call("cuMemMap", self.memory.map, ptr, nbytes, handle)
 
     def mem_set_access(self, ptr: int, nbytes: int) -> None:
         """Over whole mappings."""
-        self._plain_call("cuMemSetAccess", self.memory.set_access, ptr, nbytes)
+        self.plain_call("cuMemSetAccess", self.memory.set_access, ptr, nbytes)
 
     def mem_unmap(self, ptr: int, nbytes: int) -> None:
         """Refused while queued work uses the bytes; a violation if the host had no proof that none does (R13)."""
@@ -533,8 +349,8 @@ class DriverCalls:
         self.before(call)
         with WORLD.lock:
             self.enter(call)
-            unproven = self._refuse_in_use(call, ptr, nbytes)
-            self._of_memory(call, self.memory.unmap, ptr, nbytes)
+            unproven = self.refuse_in_use(call, ptr, nbytes)
+            self.of_memory(call, self.memory.unmap, ptr, nbytes)
             if unproven:
                 self.violations.append(f"{call}: {unproven} finished, but the host had not been told so")
             self.oracle.forget(ptr, nbytes)
@@ -546,7 +362,7 @@ class DriverCalls:
         with WORLD.lock:
             self.enter(call)
             self.kill(call, capture.UNSUPPORTED, capture.forbids())
-            return self._of_memory(call, self.memory.alloc, nbytes)
+            return self.of_memory(call, self.memory.alloc, nbytes)
 
     def mem_free(self, ptr: int) -> None:
         """Waits for the device; refused, before that, if queued work uses these very bytes."""
@@ -555,21 +371,10 @@ class DriverCalls:
         with WORLD.lock:
             self.enter(call)
             self.kill(call, capture.UNSUPPORTED, capture.forbids())
-            nbytes = self._of_memory(call, self.memory.plain_size, ptr)
-            self._refuse_in_use(call, ptr, nbytes)
+            nbytes = self.of_memory(call, self.memory.plain_size, ptr)
+            self.refuse_in_use(call, ptr, nbytes)
             mark = self.oracle.record_context()
             self.wait_on_host(call, self._queues.unfinished(self.clock.now))
             self.oracle.host_learns(mark)
-            self._of_memory(call, self.memory.free_plain, ptr)
+            self.of_memory(call, self.memory.free_plain, ptr)
             self.oracle.forget(ptr, nbytes)
-
-    def _refuse_in_use(self, call: str, ptr: int, nbytes: int) -> str:
-        """Raise if queued work uses the bytes.  What is over although the host cannot know, or ""."""
-        unproven = ""
-        for use in self.oracle.uses(ptr, nbytes):
-            if use.open:
-                raise self.refused(call, _INVALID_VALUE, f"memory in use: attached, last {use.access()}")
-            if not use.token.done(self.clock.now):
-                raise self.refused(call, _INVALID_VALUE, f"memory in use: {use.access()} is queued")
-            unproven = str(use.access())
-        return unproven

@@ -18,6 +18,7 @@ from typing import Any
 from allocator.devices.device import LEGACY, PER_THREAD
 from allocator.devices.sim import capture
 from allocator.devices.sim.calls import DriverCalls, Item
+from allocator.devices.sim.context import Context
 from allocator.devices.sim.memory import SLOT_BITS
 from allocator.devices.sim.oracle import HandOut, Race, Resident, Use
 from allocator.devices.sim.scope import ProgramScope
@@ -169,7 +170,7 @@ class SimDevice(DriverCalls):
         hand_out: HandOut | None = owner.oracle.owner_at(ptr, None if isinstance(item, tuple) else item)
         return owner, ptr, nbytes, write, hand_out
 
-    def _check_access(self, call: str, owner: DriverCalls | None, ptr: int, nbytes: int) -> None:
+    def _check_access(self, call: str, owner: Context | None, ptr: int, nbytes: int) -> None:
         if owner is None or not owner.memory.accessible(ptr, nbytes):
             detail = f"{nbytes} bytes at {ptr:#x} are not mapped, or no access was set"
             raise self.broken(call, "CUDA_ERROR_ILLEGAL_ADDRESS", detail)

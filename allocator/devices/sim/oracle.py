@@ -17,7 +17,8 @@ program's own business; of different hand-outs they race if one of them writes a
 before the second.  What a cell may forget, and why, stands at `_touch`.  A consequence: every launch that
 races is reported, against at least one of the accesses it races with.
 
-Next: docs/ordering.md.  Imports nothing of the allocator.  Not thread-safe.
+Next: docs/ordering.md.  Imports nothing of the allocator, and is one file although a long one: it must be
+possible to check it alone.  Not thread-safe.
 """
 
 from __future__ import annotations

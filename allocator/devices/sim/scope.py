@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from allocator.devices.sim.world import WORLD, CaptureMode
 
 if TYPE_CHECKING:
-    from allocator.devices.sim.calls import DriverCalls
+    from allocator.devices.sim.context import Context
 
 _PUSH, _POP = "cuCtxPushCurrent", "cuCtxPopCurrent"
 _EXCHANGE = "cuThreadExchangeStreamCaptureMode"
@@ -23,7 +23,7 @@ class Scope:
 
     __slots__ = ("_device", "_mode", "_nested")
 
-    def __init__(self, device: DriverCalls) -> None:
+    def __init__(self, device: Context) -> None:
         self._device = device
         self._mode = CaptureMode.GLOBAL
         self._nested = False
@@ -64,7 +64,7 @@ class ProgramScope:
 
     __slots__ = ("_device", "_mode")
 
-    def __init__(self, device: DriverCalls, mode: CaptureMode) -> None:
+    def __init__(self, device: Context, mode: CaptureMode) -> None:
         self._device = device
         self._mode = mode
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Final
 from allocator.errors import SimDeadlock
 
 if TYPE_CHECKING:
-    from allocator.devices.sim.calls import DriverCalls
     from allocator.devices.sim.capture import Recording
+    from allocator.devices.sim.context import Context
     from allocator.devices.sim.streams import Node, SimStream
 
 
@@ -40,9 +40,9 @@ class ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.me = object()  # a thread's identity; idents repeat
-        self.stack: list[DriverCalls] = []
+        self.stack: list[Context] = []
         self.mode = CaptureMode.GLOBAL
-        self.streams: weakref.WeakKeyDictionary[DriverCalls, SimStream] = weakref.WeakKeyDictionary()
+        self.streams: weakref.WeakKeyDictionary[Context, SimStream] = weakref.WeakKeyDictionary()
         self.in_hook = False
 
 
@@ -51,7 +51,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0
-        self.members: weakref.WeakSet[DriverCalls] = weakref.WeakSet()
+        self.members: weakref.WeakSet[Context] = weakref.WeakSet()
 
     def join(self, other: Clock) -> None:
         """From now on one clock, showing the later time."""
@@ -74,7 +74,7 @@ class World:
 
     def __init__(self) -> None:
         self.thread = ThreadState()
-        self.devices: weakref.WeakValueDictionary[int, DriverCalls] = weakref.WeakValueDictionary()
+        self.devices: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
         self.recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
         self.reset_locks()
 
@@ -85,7 +85,7 @@ class World:
         self.waiting: set[int] = set()
         self.hopeless: set[int] = set()
 
-    def add_device(self, device: DriverCalls) -> int:
+    def add_device(self, device: Context) -> int:
         """Register a device; its slot (the smallest free number) places its addresses."""
         with self.lock:
             slot = 0

@@ -407,7 +407,9 @@ class Twin:
                 if key != "legacy" and rng.random() < 0.5:  # the old stream stays known to the naive one
                     gpu.stream_destroy(stream)
                     naive.streams[object()] = naive.streams.pop(key)
-                    self.attached = {i: a for i, a in self.attached.items() if a[0] != key or gpu.detach(i)}
+                    for item in [i for i, a in self.attached.items() if a[0] == key]:
+                        gpu.detach(item)
+                        del self.attached[item]
                     self.add_stream(key)
             case "a":
                 units, item = self.span()
@@ -426,7 +428,9 @@ class Twin:
 
     def launch(self, key: object, stream: int) -> None:
         rng, naive = self.rng, self.naive
-        reads, writes, accesses = [], [], []
+        accesses: list[tuple[int, bool, object]] = []
+        reads: list[tuple[int, int]] = []
+        writes: list[tuple[int, int]] = []
         for _ in range(rng.randrange(3)):
             units, item = self.span()
             owner = naive.owner.get(units[0])
