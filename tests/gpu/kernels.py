@@ -237,6 +237,7 @@ class Kernels:
             stream = self.gpu.stream_create(non_blocking=True, priority=0)
             ptr = self.gpu.mem_alloc(4096)
             self.hold(stream).release()
+            self.cu("cuMemcpyDtoDAsync", ptr, ptr + 2048, 4, stream)  # small copies may be kernels of the driver's
             self.fill(stream, ptr, 1000, 7)
             self.gpu.spin(stream, 1000)
             self.gpu.stream_synchronize(stream)
