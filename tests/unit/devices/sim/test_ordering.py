@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
 
 from allocator.devices import LEGACY, PER_THREAD, SimDevice
+from allocator.devices.sim.world import WORLD
 from allocator.errors import DriverError, SimDeadlock
 from tests.unit.devices.sim.words import Elsewhere, Words
 
@@ -416,3 +418,89 @@ def test_many_short_lived_streams_leave_nothing_behind(gpu: SimDevice, words: Wo
         gpu.stream_destroy(s)
     assert len(gpu._queues._busy) < 300 and len(gpu._queues._since_legacy) < 300
     assert len(gpu.oracle._since_context) < 600 and len(gpu.oracle._since_legacy) < 600
+
+
+def test_a_host_wait_does_not_hope_for_daemon_threads_for_long(
+    gpu: SimDevice, words: Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WORLD, "daemon_patience_s", 0.05)
+    s, stop = words.stream(), threading.Event()
+    gpu.hold(s)
+    idler = threading.Thread(target=stop.wait, daemon=True)
+    idler.start()
+    with pytest.raises(SimDeadlock, match="nobody resumes"):
+        gpu.stream_synchronize(s)
+    stop.set()
+    idler.join()
+
+
+def test_an_unbounded_wait_any_returns_when_another_thread_resumes(gpu: SimDevice, words: Words) -> None:
+    s = words.stream()
+    gpu.hold(s)
+    gpu.launch(s, 700)
+    event = words.recorded(s)
+    assert gpu.wait_any([], 0.0) and gpu.wait_any([event, gpu.event_create()], 0.0)
+    waiting = threading.Event()
+    gpu.before_call = lambda name: waiting.set()
+
+    def resume_later() -> None:
+        waiting.wait(10)
+        gpu.resume(s)
+
+    helper = threading.Thread(target=resume_later)
+    helper.start()
+    assert gpu.wait_any([event], math.inf)
+    helper.join()
+    assert gpu.now_ns == 700
+
+
+def test_another_threads_per_thread_stream_can_be_resumed(gpu: SimDevice, elsewhere: Elsewhere) -> None:
+    elsewhere(lambda: gpu.hold(PER_THREAD))
+    assert not gpu.stream_query(LEGACY)
+    gpu.resume(PER_THREAD)
+    assert gpu.stream_query(LEGACY)
+
+
+def test_a_call_on_a_dead_event_breaks_the_device(gpu: SimDevice, words: Words) -> None:
+    s = words.stream()
+    event = words.recorded(s)
+    gpu.event_destroy(event)
+    assert gpu.event_create() == event  # recycled like a stream's
+    gpu.event_destroy(event)
+    with pytest.raises(DriverError) as caught:
+        gpu.event_query(event)
+    assert caught.value.sticky
+
+
+def test_the_default_streams_are_not_destroyed(gpu: SimDevice) -> None:
+    for handle in (LEGACY, PER_THREAD):
+        with pytest.raises(DriverError):
+            gpu.stream_destroy(handle)
+    assert gpu.stream_query(LEGACY)
+
+
+def test_context_events_need_a_new_driver() -> None:
+    gpu = SimDevice(context_events=False)
+    with gpu.scope(), pytest.raises(DriverError, match="NOT_SUPPORTED"):
+        gpu.ctx_record_event(gpu.event_create())
+
+
+def test_threads_may_use_one_device_at_once(gpu: SimDevice, words: Words) -> None:
+    def body(stream: int, ptr: int) -> None:
+        with gpu.scope():
+            for i in range(300):
+                gpu.hand_out(ptr, 512, i)
+                gpu.launch(stream, 10, writes=[(ptr, 512)])
+                event = gpu.event_create()
+                gpu.event_record(event, stream)
+                gpu.event_synchronize(event)
+                gpu.event_destroy(event)
+
+    threads = [threading.Thread(target=body, args=(words.blocking(), words.memory())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert gpu.calls["cuLaunchKernel"] == 1200 and not gpu.races and not gpu.violations
+    gpu.ctx_synchronize()
+    assert gpu.stream_query(LEGACY)
