@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Final, NoReturn
 
 from allocator.traces.row import ALLOC, FREE, Row, TraceError
 
@@ -28,28 +28,27 @@ def checked(path: str, rows: Iterable[Row], *, unit: str = "line") -> Iterator[R
     now = 0
     starts: list[int] = []  # sorted addresses of live blocks
     ends: dict[int, int] = {}  # address -> first byte behind
+
+    def fail(row: Row, problem: str) -> NoReturn:
+        raise TraceError(path, row.line, problem, unit=unit)
+
     for row in rows:
         if row.time_ns < now:
             if now - row.time_ns > TOLERATED_NS:
-                seconds = (now - row.time_ns) / 1e9
-                raise TraceError(path, row.line, f"time runs backwards by {seconds:.3f} s")
+                fail(row, f"time runs backwards by {(now - row.time_ns) / 1e9:.3f} s")
             row = row._replace(time_ns=now)
         now = row.time_ns
         if row.op == ALLOC and row.nbytes:
             pointer, end = row.pointer, row.pointer + row.nbytes
             if not pointer:
-                raise TraceError(path, row.line, f"{row.nbytes} bytes were allocated at the null pointer")
+                fail(row, f"{row.nbytes} bytes were allocated at the null pointer")
             if pointer in ends:
-                raise TraceError(path, row.line, f"{pointer:#x} is allocated again, but it has not been freed")
+                fail(row, f"{pointer:#x} is allocated again, but it has not been freed")
             at = bisect_left(starts, pointer)
             for other in starts[max(at - 1, 0) : at + 1]:
                 if other < end and pointer < ends[other]:
-                    raise TraceError(
-                        path,
-                        row.line,
-                        f"{pointer:#x} with {row.nbytes} bytes overlaps the live block at {other:#x} "
-                        f"({ends[other] - other} bytes)",
-                    )
+                    size = ends[other] - other
+                    fail(row, f"{pointer:#x}, {row.nbytes} bytes, overlaps the live block at {other:#x}, {size} bytes")
             starts.insert(at, pointer)
             ends[pointer] = end
         elif row.op == FREE:
@@ -58,9 +57,5 @@ def checked(path: str, rows: Iterable[Row], *, unit: str = "line") -> Iterator[R
             elif starts:
                 at = bisect_left(starts, row.pointer)
                 if at and row.pointer < ends[starts[at - 1]]:
-                    raise TraceError(
-                        path,
-                        row.line,
-                        f"free of {row.pointer:#x}, which is inside the live block at {starts[at - 1]:#x}",
-                    )
+                    fail(row, f"free of {row.pointer:#x}, which is inside the live block at {starts[at - 1]:#x}")
         yield row

@@ -16,16 +16,16 @@ from allocator.sizes import round_up
 from allocator.traces import intervals, rmm_log, snapshot, weir_csv
 from allocator.traces.checks import checked
 from allocator.traces.row import ALLOC, FREE, FREE_COMPLETED, LAUNCH, Progress, Row, Trace, TraceError
-from allocator.traces.text import open_trace, read_header, shorten
+from allocator.traces.text import column_order, open_trace, read_header, shorten
 
 LATE_NS: Final = 50_000
 """A completion that follows its free within this says that the host was slow, not that a stream was busy."""
 
 _Reader = Callable[[str, Progress | None], Iterator[Row]]
-_TABLES: Final[dict[str, tuple[tuple[str, ...], _Reader]]] = {
-    "weir": (weir_csv.COLUMNS, weir_csv.read_weir_csv),
-    "rmm": (rmm_log.COLUMNS, rmm_log.read_rmm_log),
-    "intervals": (intervals.COLUMNS, intervals.read_intervals),
+_TABLES: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...], _Reader]]] = {  # needed, ignored
+    "weir": (weir_csv.COLUMNS, (), weir_csv.read_weir_csv),
+    "rmm": (rmm_log.COLUMNS, (), rmm_log.read_rmm_log),
+    "intervals": (intervals.COLUMNS, intervals.SOLUTION, intervals.read_intervals),
 }
 
 
@@ -54,9 +54,10 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         )
     names = read_header(name)
     layout = max(_TABLES, key=lambda key: len(set(names) & set(_TABLES[key][0])))
-    columns, reader = _TABLES[layout]
+    columns, ignored, reader = _TABLES[layout]
     if not set(names) & set(columns):
         raise TraceError(name, 1, f"no known layout: the first line is {shorten(','.join(names))}")
+    column_order(name, names, columns, ignored)
     return Trace(
         path=name,
         layout=layout,

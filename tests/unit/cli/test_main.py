@@ -1,0 +1,82 @@
+"""The command line as a whole: statuses, streams, and no traceback for anybody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from allocator.cli import main, version
+
+ROOT = Path(__file__).resolve().parents[3]
+SAMPLE = ROOT / "allocator/traces/samples/serve-8-streams.csv.gz"
+OTHER = ROOT / "tests/data/resnet50-train-prefetch.csv.gz"
+COMMAND = [sys.executable, "-c", "import sys; from allocator.cli import main; sys.exit(main())"]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"weir {version()}\n"
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert version() == "unknown"
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["replay", "--help"]])
+def test_help_teaches(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    shown = capsys.readouterr()
+    assert "weir replay" in shown.out
+    assert not shown.err
+    assert all(len(line) <= 120 for line in shown.out.splitlines())
+
+
+@pytest.mark.parametrize("argv", [[], ["dance"], ["replay"], ["replay", "x", "--policy", "best"], ["--loud"]])
+def test_wrong_usage_is_one_line_and_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert shown.err.count("\n") == 1
+    assert "--help" in shown.err
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
+    command = subprocess.Popen(
+        [*COMMAND, "replay", str(OTHER), str(OTHER), "--policy", "weir", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+    )  # fmt: skip
+    assert command.stdout is not None
+    assert command.stderr is not None
+    command.stdout.close()
+    assert command.wait(60) == 128 + signal.SIGPIPE
+    assert command.stderr.read() == b""
+    command.stderr.close()
+
+
+def test_an_interrupt_ends_the_command_in_one_line() -> None:
+    command = subprocess.Popen(
+        [*COMMAND, "replay", *[str(SAMPLE)] * 50], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    )
+    assert command.stdout is not None
+    command.stdout.read(1)  # the first table: everything is imported and under way
+    command.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + 60
+    out, err = command.communicate(timeout=60)
+    assert time.monotonic() < deadline
+    del out
+    assert command.returncode == 128 + signal.SIGINT
+    assert err.decode().splitlines()[-1] == "weir: interrupted"
+    assert "Traceback" not in err.decode()
