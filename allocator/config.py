@@ -139,7 +139,9 @@ class Config:
                 raise ValueError(f"unknown setting {name} in the environment; known: {', '.join(sorted(known))}")
             f = known[name]
             try:
-                values[f.name] = _parse(f.name, f.type if isinstance(f.type, str) else f.type.__name__, text, device_memory)
+                values[f.name] = _parse(
+                    f.name, f.type if isinstance(f.type, str) else f.type.__name__, text, device_memory
+                )
             except ValueError as error:
                 raise ValueError(f"{name}={text!r}: {error}") from None
         try:

@@ -24,7 +24,7 @@ class Backing(Protocol):
     """True if giving memory back waits for the whole device."""
 
     def reserve(self) -> tuple[int, int]:
-        """The address range (base, bytes) that `attach` maps into; (0, 0) where the driver chooses addresses."""
+        """A new address range (base, bytes) for `attach` to map into; (0, 0) where the driver chooses addresses."""
 
     def attach(self, ptr: int, nbytes: int, kind: int) -> Segment:
         """Get `nbytes` from the driver, at `ptr` if `reserve` gave a range.  DriverError if it has none."""
@@ -32,8 +32,8 @@ class Backing(Protocol):
     def detach(self, segment: Segment) -> None:
         """Give a segment back.  DriverError if the driver refuses; it is then as before."""
 
-    def close(self) -> None:
-        """Free the address range; no segment may be left."""
+    def unreserve(self, base: int, size: int) -> None:
+        """Free a range that `reserve` gave; nothing may be mapped in it."""
 
 
 class VirtualMemory:
@@ -43,16 +43,12 @@ class VirtualMemory:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._base = 0
-        self._size = 0
 
     def reserve(self) -> tuple[int, int]:
         """`cuMemAddressReserve`: four times the device's memory, so that there is always a hole to grow into."""
-        if not self._base:
-            size = 4 * -(-self._device.total_memory // self._device.granularity) * self._device.granularity
-            self._base = self._device.mem_address_reserve(size)
-            self._size = size
-        return self._base, self._size
+        unit = self._device.granularity
+        size = 4 * -(-self._device.total_memory // unit) * unit
+        return self._device.mem_address_reserve(size), size
 
     def attach(self, ptr: int, nbytes: int, kind: int) -> Segment:
         """`cuMemCreate`, `cuMemMap`, `cuMemSetAccess`; undone in reverse where one fails."""
@@ -79,11 +75,9 @@ class VirtualMemory:
             segment.ptr = 0  # unmapped: a second try only releases
         self._device.mem_release(segment.handle)
 
-    def close(self) -> None:
+    def unreserve(self, base: int, size: int) -> None:
         """`cuMemAddressFree`."""
-        if self._base:
-            base, self._base = self._base, 0
-            self._device.mem_address_free(base, self._size)
+        self._device.mem_address_free(base, size)
 
 
 class PlainMemory:
@@ -106,5 +100,5 @@ class PlainMemory:
         """`cuMemFree`."""
         self._device.mem_free(segment.ptr)
 
-    def close(self) -> None:
+    def unreserve(self, base: int, size: int) -> None:
         """No driver call."""

@@ -54,6 +54,7 @@ class Block:
     """
 
     __slots__ = (
+        "assumed",
         "bin",
         "generation",
         "kind",
@@ -80,6 +81,8 @@ class Block:
         self.generation = 0
         self.requested = 0
         """Bytes asked for by whoever has it."""
+        self.assumed = False
+        """Handed out for a library that declares no uses (R3)."""
         self.owner: Owner | None = None
         self.sole = NOBODY
         self.stamp = EMPTY
@@ -108,11 +111,13 @@ class Bin(list[Block]):
     They serve that stream only, at once: an exact fit is the best fit.
     """
 
-    __slots__ = ("hits", "owner", "size")
+    __slots__ = ("assumed", "hits", "owner", "size")
 
-    def __init__(self, owner: Owner, size: int) -> None:
+    def __init__(self, owner: Owner, size: int, assumed: bool) -> None:
         super().__init__()
         self.owner = owner
         self.size = size
+        self.assumed = assumed
+        """The stamps here name the users that are only assumed as well."""
         self.hits = 0
         """Allocations served from here."""

@@ -5,17 +5,7 @@ from __future__ import annotations
 from allocator.streams.context import CONTEXT, ContextSeal
 from allocator.streams.event import Event, destroy_orphans
 from allocator.streams.registry import Registry
-from allocator.streams.sealing import (
-    end,
-    end_finished,
-    make_wait,
-    mark,
-    poll,
-    query,
-    seal,
-    seal_context,
-    synchronize,
-)
+from allocator.streams.sealing import Sealing
 from allocator.streams.stream import Stream, current_stream, stream, target
 from allocator.streams.timeline import Kind, Sealed, Timeline
 
@@ -26,19 +16,11 @@ __all__ = [
     "Kind",
     "Registry",
     "Sealed",
+    "Sealing",
     "Stream",
     "Timeline",
     "current_stream",
     "destroy_orphans",
-    "end",
-    "end_finished",
-    "make_wait",
-    "mark",
-    "poll",
-    "query",
-    "seal",
-    "seal_context",
     "stream",
-    "synchronize",
     "target",
 ]

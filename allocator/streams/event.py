@@ -16,7 +16,6 @@ from allocator.devices import Device
 from allocator.errors import DriverError, ForkError, StreamClosed
 from allocator.events import EMPTY, SyncPoint, VectorClock
 from allocator.streams.registry import Registry
-from allocator.streams.sealing import mark
 from allocator.streams.stream import Stream, target
 from allocator.streams.timeline import Timeline
 
@@ -130,7 +129,6 @@ class Event:
         self._registry.check_usable()
         before = self._record
         with self._device.scope():
-            self._registry.counts["host_synchronizations"] += 1
             self._device.event_synchronize(self._event)
         self._over(before)
 
@@ -144,7 +142,7 @@ class Event:
     def _over(self, before: _Record) -> None:
         if before.line is None or before.point is None or self._record is not before:
             return
-        mark(self._registry, [(before.line, before.point.seqno)])
+        self._registry.mark([(before.line, before.point.seqno)])
 
     def __del__(self) -> None:
         # The driver keeps what was recorded.  A finaliser makes no driver call (DESIGN 5): it leaves the event

@@ -13,8 +13,8 @@ import os
 import sys
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -56,8 +56,6 @@ class Registry:
         """Streams by the driver's id, which never repeats (R8)."""
         self.version = 0
         """Grows whenever any seqno gets completed: tells a pool to look again."""
-        self.counts: Counter[str] = Counter()
-        """event_records, event_queries, stream_waits, host_synchronizations."""
         self.lost: str | None = None
         """The sticky error that ended the context (R11)."""
         self.forked = False
@@ -280,6 +278,21 @@ class Registry:
         self.version += 1
         self.forget_if_over(line)
 
+    def close_for(self, line: Timeline) -> list[tuple[Timeline, int]]:
+        """Close what an answer about `line` will prove: its own seqno; for legacy, every blocking stream's too (R6)."""
+        with self.lock:
+            proves = [line]
+            if line.kind is Kind.LEGACY:
+                proves += [other for other in self.seen() if other.kind.blocking]
+            return [(other, other.close_seqno()[0]) for other in proves]
+
+    def mark(self, points: Iterable[tuple[Timeline, int]]) -> None:
+        """The work up to these points is over: the driver said so after they had been closed."""
+        with self.lock:
+            for line, seqno in points:
+                self.complete(line, seqno)
+            self.advance_context()
+
     def advance_context(self) -> None:
         """See which context seqnos are complete now.  Under the lock."""
         before = self.context.completed
@@ -307,7 +320,7 @@ class Registry:
         """Look for foreign stream objects that only we still hold; their streams end (R9).
 
         Costs O(streams), so it runs when their number has doubled since last time, at `stats()` and before a
-        pool grows.  No driver call: `sealing.end_finished` makes them.
+        pool grows.  No driver call: `Sealing.end_finished` makes them.
         """
         if len(self._owners) >= self._sweep_at:
             self.sweep_now()

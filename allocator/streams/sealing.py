@@ -14,6 +14,7 @@ Next: ../caching/ladder.py, the one caller that decides when.  Arguments: docs/o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -27,341 +28,348 @@ from allocator.streams.timeline import Kind, Sealed, Timeline
 _VOIDS_EVENT = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_STREAM_CAPTURE", "CUDA_ERROR_CAPTURED_EVENT")
 
 
+class Sealing:
+    """The marks on the streams of one context, counted for one user of them: a pool, or the program itself."""
 
-# -- marks -------------------------------------------------------------------------------------
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.counts: Counter[str] = Counter()
+        """event_records, event_queries, stream_waits, host_synchronizations."""
 
+    # -- marks -------------------------------------------------------------------------------------
 
-def seal(registry: Registry, line: Timeline, given: int | None = None) -> Sealed | None:
-    """Record an event of ours behind all work that the stream has been given; None if that cannot be.
+    def seal(self, line: Timeline, given: int | None = None) -> Sealed | None:
+        """Record an event of ours behind all work that the stream has been given; None if that cannot be.
 
-    given: a handle that is alive for the length of this call (R9); by default the owner's.  None is answered
-    for a stream that captures, an orphan, a failed record: the seqno is then closed and not sealed, which only
-    delays reuse.  Never call it for legacy on a free: that record is a barrier (R6).
-    Driver calls: two `cuStreamIsCapturing`, one `cuEventRecord`; `cuEventCreate` if the event pool is empty.
-    """
-    device = registry.device
-    if registry.lost or registry.forked:
-        return None
-    with registry.borrow(line, given) as handle:
-        if handle is None:
+        given: a handle that is alive for the length of this call (R9); by default the owner's.  None is answered
+        for a stream that captures, an orphan, a failed record: the seqno is then closed and not sealed, which only
+        delays reuse.  Never call it for legacy on a free: that record is a barrier (R6).
+        Driver calls: two `cuStreamIsCapturing`, one `cuEventRecord`; `cuEventCreate` if the event pool is empty.
+        """
+        registry = self.registry
+        device = registry.device
+        if registry.lost or registry.forked:
             return None
+        with registry.borrow(line, given) as handle:
+            if handle is None:
+                return None
+            try:
+                with device.scope():
+                    if registry.capturing(handle):
+                        return None
+                    event = registry.events.take()
+                    with registry.lock:
+                        seqno, clock = line.close_seqno()  # before the record (R4)
+                    try:
+                        device.event_record(event, handle)
+                        captured = registry.capturing(handle)
+                    except DriverError:
+                        registry.events.discard(event)  # it would now query as done (R4)
+                        raise
+                    self.counts["event_records"] += 1
+                    if captured:
+                        registry.events.discard(event)
+                        return None
+            except DriverError as error:
+                registry.failed(error)
+                return None
+        sealed = Sealed(seqno, event, clock)
+        with registry.lock:
+            line.publish(sealed)
+            if sealed.done:  # somebody proved it complete in the meantime
+                registry.events.give_back(event)
+        return sealed
+
+    def query(self, line: Timeline, given: int | None = None) -> bool:
+        """Ask whether the stream is idle; True proves all that was closed before (R2).
+
+        Driver calls: `cuStreamIsCapturing` and `cuStreamQuery`.  Legacy's yes proves every blocking and per-thread
+        stream idle as well, and is no barrier (R6).
+        """
+        registry = self.registry
+        device = registry.device
+        if registry.lost or registry.forked:
+            return False
+        with registry.borrow(line, given) as handle:
+            if handle is None:
+                return False
+            try:
+                with device.scope():
+                    if registry.capturing(handle):
+                        return False
+                    points = registry.close_for(line)  # before the question (R4)
+                    self.counts["event_queries"] += 1
+                    if not device.stream_query(handle):
+                        return False
+            except DriverError as error:
+                self.failed_query(line, error)
+                return False
+        registry.mark(points)
+        return True
+
+    def failed_query(self, line: Timeline, error: DriverError, sealed: Sealed | None = None) -> None:
+        """An error is never completion (R11): it voids the event, ends the context, or poisons the timeline."""
+        registry = self.registry
+        registry.failed(error)
+        if error.sticky:
+            return
+        if error.code.startswith(_VOIDS_EVENT):
+            if sealed is not None:
+                with registry.lock:
+                    line.void(sealed)
+                    sealed.done = True  # nobody waits for it any more; it is recorded anew before it says anything
+            return
+        line.poisoned = error.code
+
+    def poll(self, lines: Iterable[Timeline]) -> bool:
+        """Ask the events that are behind these streams; True if any work turned out to be over.
+
+        The newest first (if it is done, so are all), then the oldest, then by halves: O(log n) `cuEventQuery` a
+        stream, two where nothing has changed.
+        """
+        registry = self.registry
+        device = registry.device
+        if registry.lost or registry.forked:
+            return False
+        before = registry.version
+        with device.scope():
+            for line in lines:
+                with registry.lock:
+                    flight = list(line.in_flight)
+                    for sealed in flight:
+                        sealed.users += 1
+                done = None
+                try:
+                    done = self._newest_done(line, flight)
+                finally:
+                    with registry.lock:
+                        if done is not None:
+                            registry.complete(line, done.seqno)
+                        for sealed in flight:
+                            registry.recycle(sealed)
+            self._poll_context()
+        with registry.lock:
+            registry.advance_context()
+        return registry.version != before
+
+    def _newest_done(self, line: Timeline, flight: Sequence[Sealed]) -> Sealed | None:
+        registry = self.registry
+        device = registry.device
+        done: Sealed | None = None
+        low, high = 0, len(flight)
+        at = high - 1
+        while low < high:
+            self.counts["event_queries"] += 1
+            try:
+                yes = device.event_query(flight[at].event)
+            except DriverError as error:
+                self.failed_query(line, error, flight[at])
+                return done
+            if yes:
+                done, low = flight[at], at + 1
+            elif at == 0:
+                break
+            else:
+                first = high == len(flight) and at == high - 1 and low == 0
+                high = at
+                at = 0 if first else (low + high) // 2
+                continue
+            at = (low + high) // 2
+        return done
+
+    def _poll_context(self) -> None:
+        registry = self.registry
+        device = registry.device
+        with registry.lock:
+            seals = [s for s in registry.context.in_flight if s.event is not None]
+            for seal_ in seals:
+                if seal_.event is not None:
+                    seal_.event.users += 1
+        for seal_ in reversed(seals):
+            event = seal_.event
+            if event is None:
+                continue
+            try:
+                self.counts["event_queries"] += 1
+                yes = device.event_query(event.event)
+            except DriverError as error:
+                registry.failed(error)
+                yes = False
+            if yes:  # it was behind all work of the context, so each stream got as far as the need says
+                with registry.lock:
+                    for number, seqno in seal_.need.items():
+                        line = registry.lines.get(number)
+                        if line is not None:
+                            registry.complete(line, seqno)
+                break
+        with registry.lock:
+            registry.advance_context()
+            for seal_ in seals:
+                if seal_.event is not None:
+                    registry.recycle(seal_.event)
+
+    # -- the users that are only assumed -----------------------------------------------------------
+
+    def close_context(self, *, context_event: bool = False) -> None:
+        """Close the context's seqno and say what each stream must reach for it (R3).  Records on no stream.
+
+        Streams that answer "done" are no longer needed; the others are sealed by `seal`, now or later, or answer
+        a later query.  context_event: put one `cuCtxRecordEvent` behind it all, which kills every capture of the
+        context (R6), so the caller has made sure that there is none.
+        Driver calls: one query of legacy, one of each stream not proved idle by that.
+        """
+        registry = self.registry
+        if registry.lost or registry.forked:
+            return
+        with registry.lock:
+            seqno = registry.context.close_seqno()  # before the streams' own (R4)
+        idle = self.query(registry.legacy)
+        with registry.lock:
+            lines = [line for line in registry.seen() if not (idle and (line.kind.blocking or line is registry.legacy))]
+        need: dict[int, int] = {}
+        for line in lines:
+            if not context_event and line is not registry.legacy and not line.ended and self.query(line):
+                continue
+            with registry.lock:
+                need[line.number] = line.close_seqno()[0]
+        event = self._record_context(seqno) if context_event else None
+        with registry.lock:
+            registry.context.publish(ContextSeal(seqno, VectorClock(need), event))
+            registry.advance_context()
+
+    def _record_context(self, seqno: int) -> Sealed | None:
+        registry = self.registry
+        device = registry.device
         try:
             with device.scope():
-                if registry.capturing(handle):
-                    return None
                 event = registry.events.take()
-                with registry.lock:
-                    seqno, clock = line.close_seqno()  # before the record (R4)
                 try:
-                    device.event_record(event, handle)
-                    captured = registry.capturing(handle)
+                    device.ctx_record_event(event)
                 except DriverError:
-                    registry.events.discard(event)  # it would now query as done (R4)
-                    raise
-                registry.counts["event_records"] += 1
-                if captured:
                     registry.events.discard(event)
-                    return None
+                    raise
+            self.counts["event_records"] += 1
         except DriverError as error:
             registry.failed(error)
             return None
-    sealed = Sealed(seqno, event, clock)
-    with registry.lock:
-        line.publish(sealed)
-        if sealed.done:  # somebody proved it complete in the meantime
-            registry.events.give_back(event)
-    return sealed
+        return Sealed(seqno, event, EMPTY)
 
+    # -- waits -------------------------------------------------------------------------------------
 
-def query(registry: Registry, line: Timeline, given: int | None = None) -> bool:
-    """Ask whether the stream is idle; True proves all that was closed before (R2).
+    def make_wait(self, line: Timeline, sealed: Sequence[Sealed], given: int | None = None) -> bool:
+        """Make the stream wait on the device for these events; False if it captures or the driver refuses.
 
-    Driver calls: `cuStreamIsCapturing` and `cuStreamQuery`.  Legacy's yes proves every blocking and per-thread
-    stream idle as well, and is no barrier (R6).
-    """
-    device = registry.device
-    if registry.lost or registry.forked:
-        return False
-    with registry.borrow(line, given) as handle:
-        if handle is None:
+        The caller holds each event's `users`.  What is learnt is the snapshot of each event, never a later clock
+        (R4).  Driver calls: two `cuStreamIsCapturing`, one `cuStreamWaitEvent` each.
+        """
+        registry = self.registry
+        device = registry.device
+        if registry.lost or registry.forked:
             return False
-        try:
+        with registry.borrow(line, given) as handle:
+            if handle is None:
+                return False
+            try:
+                with device.scope():
+                    if registry.capturing(handle):
+                        return False
+                    for one in sealed:
+                        device.stream_wait_event(handle, one.event)
+                        self.counts["stream_waits"] += 1
+                    if registry.capturing(handle):
+                        return False
+            except DriverError as error:
+                registry.failed(error)
+                return False
+        with registry.lock:
+            for one in sealed:
+                line.learn(one.clock)
+        return True
+
+    def synchronize(self, line: Timeline, given: int | None = None) -> None:
+        """Wait on the host for all work of the stream.  Raises DriverError, StreamCapturing, StreamClosed.
+
+        Driver calls: `cuStreamIsCapturing`, `cuStreamSynchronize`.
+        """
+        registry = self.registry
+        registry.check_usable()
+        device = registry.device
+        with registry.borrow(line, given) as handle:
+            if handle is None:
+                raise StreamClosed("the stream has been closed, or belongs to another thread")
             with device.scope():
                 if registry.capturing(handle):
-                    return False
-                points = close_for(registry, line)  # before the question (R4)
-                registry.counts["event_queries"] += 1
-                if not device.stream_query(handle):
-                    return False
-        except DriverError as error:
-            failed_query(registry, line, error)
-            return False
-    mark(registry, points)
-    return True
+                    raise StreamCapturing(
+                        "the stream is being captured: it cannot be waited for until the capture ends"
+                    )
+                points = registry.close_for(line)  # before the wait (R4)
+                self.counts["host_synchronizations"] += 1
+                try:
+                    device.stream_synchronize(handle)
+                except DriverError as error:
+                    self.failed_query(line, error)
+                    raise
+        registry.mark(points)
 
+    def wait_on_host(self, line: Timeline) -> None:
+        """Wait on the host until the newest event of the stream is complete; no error if that cannot be.
 
-def close_for(registry: Registry, line: Timeline) -> list[tuple[Timeline, int]]:
-    """Close what an answer about `line` will prove: its own seqno; for legacy, every blocking stream's too (R6)."""
-    with registry.lock:
-        proves = [line]
-        if line.kind is Kind.LEGACY:
-            proves += [other for other in registry.seen() if other.kind.blocking]
-        return [(other, other.close_seqno()[0]) for other in proves]
-
-
-def mark(registry: Registry, points: Iterable[tuple[Timeline, int]]) -> None:
-    """The work up to these points is over: the driver said so after they had been closed."""
-    with registry.lock:
-        for line, seqno in points:
-            registry.complete(line, seqno)
-        registry.advance_context()
-
-
-def failed_query(registry: Registry, line: Timeline, error: DriverError, sealed: Sealed | None = None) -> None:
-    """An error is never completion (R11): it voids the event, ends the context, or poisons the timeline."""
-    registry.failed(error)
-    if error.sticky:
-        return
-    if error.code.startswith(_VOIDS_EVENT):
+        A stream without one that only legacy can speak for (orphans, other threads' streams) is waited for with
+        legacy, which waits for every blocking stream.  Driver calls: `cuEventSynchronize` or `cuStreamSynchronize`.
+        """
+        registry = self.registry
+        device = registry.device
+        with registry.lock:
+            sealed = line.in_flight[-1] if line.in_flight else None
+            if sealed is not None:
+                sealed.users += 1
         if sealed is not None:
-            with registry.lock:
-                line.void(sealed)
-                sealed.done = True  # nobody waits for it any more; it is recorded anew before it says anything
-        return
-    line.poisoned = error.code
-
-
-def poll(registry: Registry, lines: Iterable[Timeline]) -> bool:
-    """Ask the events that are behind these streams; True if any work turned out to be over.
-
-    The newest first (if it is done, so are all), then the oldest, then by halves: O(log n) `cuEventQuery` a
-    stream, two where nothing has changed.
-    """
-    device = registry.device
-    if registry.lost or registry.forked:
-        return False
-    before = registry.version
-    with device.scope():
-        for line in lines:
-            with registry.lock:
-                flight = list(line.in_flight)
-                for sealed in flight:
-                    sealed.users += 1
-            done = None
             try:
-                done = _newest_done(registry, line, flight)
+                self.counts["host_synchronizations"] += 1
+                with device.scope():
+                    device.event_synchronize(sealed.event)
+                registry.mark([(line, sealed.seqno)])
+            except DriverError as error:
+                self.failed_query(line, error, sealed)
             finally:
                 with registry.lock:
-                    if done is not None:
-                        registry.complete(line, done.seqno)
-                    for sealed in flight:
-                        registry.recycle(sealed)
-        _poll_context(registry)
-    with registry.lock:
-        registry.advance_context()
-    return registry.version != before
+                    registry.recycle(sealed)
+        if line.completed < line.closed and (line.kind.blocking or line.kind is Kind.LEGACY):
+            with suppress(DriverError, StreamCapturing):
+                self.synchronize(registry.legacy)
 
+    # -- ends --------------------------------------------------------------------------------------
 
-def _newest_done(registry: Registry, line: Timeline, flight: Sequence[Sealed]) -> Sealed | None:
-    device = registry.device
-    done: Sealed | None = None
-    low, high = 0, len(flight)
-    at = high - 1
-    while low < high:
-        registry.counts["event_queries"] += 1
-        try:
-            yes = device.event_query(flight[at].event)
-        except DriverError as error:
-            failed_query(registry, line, error, flight[at])
-            return done
-        if yes:
-            done, low = flight[at], at + 1
-        elif at == 0:
-            break
-        else:
-            first = high == len(flight) and at == high - 1 and low == 0
-            high = at
-            at = 0 if first else (low + high) // 2
-            continue
-        at = (low + high) // 2
-    return done
+    def end(self, line: Timeline) -> None:
+        """No work will be added to the stream: seal it once more and let its owner go (R2, R9).
 
+        Driver calls: a query; a record where it says "busy"; `cuStreamDestroy` for a stream of ours.
+        Where neither works the stamps on it are orphans.
+        """
+        registry = self.registry
+        with registry.lock:
+            if line.ended or line.kind is Kind.LEGACY:
+                return
+            line.end()
+        if not self.query(line):
+            self.seal(line)
+        with registry.lock:
+            owner = registry.release_owner(line)
+            registry.forget_if_over(line)
+        if isinstance(owner, OwnedHandle):
+            with suppress(DriverError):
+                registry.destroy(owner)
+        del owner  # a foreign object: its destructor runs here, outside every lock
 
-def _poll_context(registry: Registry) -> None:
-    device = registry.device
-    with registry.lock:
-        seals = [s for s in registry.context.in_flight if s.event is not None]
-        for seal_ in seals:
-            if seal_.event is not None:
-                seal_.event.users += 1
-    for seal_ in reversed(seals):
-        event = seal_.event
-        if event is None:
-            continue
-        try:
-            registry.counts["event_queries"] += 1
-            yes = device.event_query(event.event)
-        except DriverError as error:
-            registry.failed(error)
-            yes = False
-        if yes:  # it was behind all work of the context, so each stream got as far as the need says
-            with registry.lock:
-                for number, seqno in seal_.need.items():
-                    line = registry.lines.get(number)
-                    if line is not None:
-                        registry.complete(line, seqno)
-            break
-    with registry.lock:
-        registry.advance_context()
-        for seal_ in seals:
-            if seal_.event is not None:
-                registry.recycle(seal_.event)
-
-
-# -- the users that are only assumed -------------------------------------------------------------
-
-
-def seal_context(registry: Registry, *, context_event: bool = False) -> None:
-    """Seal the users that are only assumed: every stream seen, and legacy by a query (R3, R6).
-
-    context_event: one `cuCtxRecordEvent` instead of a record for each stream.  It kills every capture of the
-    context, so the caller has made sure that there is none.  A stream that cannot be marked is still needed:
-    the seal then waits until something else proves how far it got.
-    """
-    if registry.lost or registry.forked:
-        return
-    with registry.lock:
-        seqno = registry.context.close_seqno()  # before the streams' own (R4)
-    idle = query(registry, registry.legacy)
-    need: dict[int, int] = {}
-    event: Sealed | None = None
-    with registry.lock:
-        lines = [line for line in registry.seen() if not (idle and (line.kind.blocking or line.kind is Kind.LEGACY))]
-        if context_event:
-            need = {line.number: line.close_seqno()[0] for line in lines}
-    if context_event:
-        event = _record_context(registry, seqno)
-    else:
-        for line in lines:
-            if line.kind is not Kind.LEGACY and not line.ended:
-                if query(registry, line):
-                    continue
-                sealed = seal(registry, line)
-                if sealed is not None:
-                    need[line.number] = sealed.seqno
-                    continue
-            with registry.lock:  # not to be marked now: legacy, other threads' streams, captures, orphans
-                need[line.number] = line.close_seqno()[0]
-    with registry.lock:
-        registry.context.publish(ContextSeal(seqno, VectorClock(need), event))
-        registry.advance_context()
-
-
-def _record_context(registry: Registry, seqno: int) -> Sealed | None:
-    device = registry.device
-    try:
-        with device.scope():
-            event = registry.events.take()
+    def end_finished(self) -> bool:
+        """End the streams whose user-facing object or thread has gone.  True if there were any."""
+        registry = self.registry
+        any_ended = False
+        while registry.finished:
             try:
-                device.ctx_record_event(event)
-            except DriverError:
-                registry.events.discard(event)
-                raise
-        registry.counts["event_records"] += 1
-    except DriverError as error:
-        registry.failed(error)
-        return None
-    return Sealed(seqno, event, EMPTY)
-
-
-# -- waits ---------------------------------------------------------------------------------------
-
-
-def make_wait(registry: Registry, line: Timeline, sealed: Sequence[Sealed], given: int | None = None) -> bool:
-    """Make the stream wait on the device for these events; False if it captures or the driver refuses.
-
-    The caller holds each event's `users`.  What is learnt is the snapshot of each event, never a later clock
-    (R4).  Driver calls: two `cuStreamIsCapturing`, one `cuStreamWaitEvent` each.
-    """
-    device = registry.device
-    if registry.lost or registry.forked:
-        return False
-    with registry.borrow(line, given) as handle:
-        if handle is None:
-            return False
-        try:
-            with device.scope():
-                if registry.capturing(handle):
-                    return False
-                for one in sealed:
-                    device.stream_wait_event(handle, one.event)
-                    registry.counts["stream_waits"] += 1
-                if registry.capturing(handle):
-                    return False
-        except DriverError as error:
-            registry.failed(error)
-            return False
-    with registry.lock:
-        for one in sealed:
-            line.learn(one.clock)
-    return True
-
-
-def synchronize(registry: Registry, line: Timeline, given: int | None = None) -> None:
-    """Wait on the host for all work of the stream.  Raises DriverError, StreamCapturing, StreamClosed.
-
-    Driver calls: `cuStreamIsCapturing`, `cuStreamSynchronize`.
-    """
-    registry.check_usable()
-    device = registry.device
-    with registry.borrow(line, given) as handle:
-        if handle is None:
-            raise StreamClosed("the stream has been closed, or belongs to another thread")
-        with device.scope():
-            if registry.capturing(handle):
-                raise StreamCapturing("the stream is being captured: it cannot be waited for until the capture ends")
-            points = close_for(registry, line)  # before the wait (R4)
-            registry.counts["host_synchronizations"] += 1
-            try:
-                device.stream_synchronize(handle)
-            except DriverError as error:
-                failed_query(registry, line, error)
-                raise
-    mark(registry, points)
-
-
-# -- ends ----------------------------------------------------------------------------------------
-
-
-def end(registry: Registry, line: Timeline) -> None:
-    """No work will be added to the stream: seal it once more and let its owner go (R2, R9).
-
-    Driver calls: a query; a record where it says "busy"; `cuStreamDestroy` for a stream of ours.
-    Where neither works the stamps on it are orphans.
-    """
-    with registry.lock:
-        if line.ended or line.kind is Kind.LEGACY:
-            return
-        line.end()
-    if not query(registry, line):
-        seal(registry, line)
-    with registry.lock:
-        owner = registry.release_owner(line)
-        registry.forget_if_over(line)
-    if isinstance(owner, OwnedHandle):
-        with suppress(DriverError):
-            registry.destroy(owner)
-    del owner  # a foreign object: its destructor runs here, outside every lock
-
-
-def end_finished(registry: Registry) -> bool:
-    """End the streams whose user-facing object or thread has gone.  True if there were any."""
-    any_ended = False
-    while registry.finished:
-        try:
-            line = registry.finished.popleft()
-        except IndexError:
-            break
-        end(registry, line)
-        any_ended = True
-    return any_ended
+                line = registry.finished.popleft()
+            except IndexError:
+                break
+            self.end(line)
+            any_ended = True
+        return any_ended

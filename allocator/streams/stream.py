@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from allocator.devices import LEGACY, PER_THREAD, Device
 from allocator.errors import DriverError, StreamClosed
-from allocator.streams import sealing
 from allocator.streams.identity import OwnedHandle, handle_of
 from allocator.streams.registry import Registry
+from allocator.streams.sealing import Sealing
 from allocator.streams.timeline import Kind, Timeline
 
 if TYPE_CHECKING:
@@ -33,11 +33,9 @@ class Stream:
     Driver calls: `cuStreamCreateWithPriority`, `cuStreamGetId`.  Raises DriverError.
     """
 
-    __slots__ = ("__weakref__", "_bare", "_device", "_line", "_owned", "_registry")
+    __slots__ = ("__weakref__", "_bare", "_device", "_owned", "registry", "timeline")
 
-    def __init__(
-        self, device: Device, non_blocking: bool = True, priority: int = 0, name: str | None = None
-    ) -> None:
+    def __init__(self, device: Device, non_blocking: bool = True, priority: int = 0, name: str | None = None) -> None:
         self._owned: OwnedHandle | None = None
         self._bare: int | None = None
         registry = Registry.of(device)
@@ -51,9 +49,10 @@ class Stream:
             handle = device.stream_create(non_blocking=non_blocking, priority=priority)
         owned = OwnedHandle(handle)
         self._device = device
-        self._registry = registry
+        self.registry = registry
+        """All streams of the device's context.  For the allocator."""
         try:
-            self._line: Timeline | None = registry.adopt(
+            self.timeline: Timeline | None = registry.adopt(
                 handle, owned, non_blocking=non_blocking, name=None if name is None else str(name)[:40]
             )
         except DriverError:
@@ -61,12 +60,12 @@ class Stream:
                 registry.destroy(owned)
             raise
         self._owned = owned
-        sealing.end_finished(registry)
+        Sealing(registry).end_finished()
 
     @classmethod
     def _face(cls, device: Device, registry: Registry, line: Timeline | None, bare: int | None = None) -> Stream:
         self = cls.__new__(cls)
-        self._device, self._registry, self._line, self._owned, self._bare = device, registry, line, None, bare
+        self._device, self.registry, self.timeline, self._owned, self._bare = device, registry, line, None, bare
         return self
 
     @classmethod
@@ -81,19 +80,22 @@ class Stream:
         return cls._face(device, Registry.of(device), None)
 
     @classmethod
-    def of(cls, device: Device, stream: object = None) -> Stream:
+    def of(cls, device: Device, stream: object = None, line: Timeline | None = None) -> Stream:
         """`stream` itself if it is one of ours, the current one for None, else a face for a foreign stream.
+
+        line: its timeline, where that has been looked up already.
 
         Driver calls and errors: those of `Registry.resolve`; ValueError for a stream of another device.
         """
-        if stream is None:
-            return current_stream(device)
         registry = Registry.of(device)
+        if stream is None:
+            return current_stream(device) if line is None else cls._face(device, registry, line)
         if isinstance(stream, Stream):
-            if stream._registry is not registry:
+            if stream.registry is not registry:
                 raise ValueError(f"{stream!r} belongs to device {stream._device.label}, not to {device.label}")
             return stream
-        line = registry.resolve(stream)
+        if line is None:
+            line = registry.resolve(stream)
         if line.kind is Kind.PER_THREAD:
             return cls.per_thread(device)
         return cls._face(device, registry, line, None if line.owner is stream else handle_of(stream))
@@ -106,18 +108,18 @@ class Stream:
     @property
     def line(self) -> Timeline:
         """The stream's timeline; of the calling thread for a per-thread stream.  For the allocator."""
-        line = self._line
-        return self._registry.per_thread() if line is None else line
+        line = self.timeline
+        return self.registry.per_thread() if line is None else line
 
     @property
     def handle(self) -> int:
         """The driver's handle: 1 legacy, 2 per-thread.  StreamClosed once there is none."""
-        if self._line is None:
+        if self.timeline is None:
             return PER_THREAD
-        if self._line.kind is Kind.LEGACY:
+        if self.timeline.kind is Kind.LEGACY:
             return LEGACY
-        with self._registry.borrow(self._line) as handle:
-            if handle is None and not self._line.ended:
+        with self.registry.borrow(self.timeline) as handle:
+            if handle is None and not self.timeline.ended:
                 handle = self._bare  # the caller of a bare handle keeps it alive as long as the block (R9)
             if handle is None:
                 raise StreamClosed(f"{self!r} has been closed")
@@ -140,7 +142,7 @@ class Stream:
     @property
     def closed(self) -> bool:
         """True once the stream has ended."""
-        return self._line is not None and self._line.ended
+        return self.timeline is not None and self.timeline.ended
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return (0, self.handle)
@@ -165,16 +167,16 @@ class Stream:
 
     def synchronize(self) -> None:
         """Wait on the host for all work of the stream."""
-        sealing.synchronize(self._registry, self._require(), self._bare)
+        Sealing(self.registry).synchronize(self._require(), self._bare)
 
     def query(self) -> bool:
         """True if the stream is idle."""
-        return sealing.query(self._registry, self._require(), self._bare)
+        return Sealing(self.registry).query(self._require(), self._bare)
 
     def close(self) -> None:
         """End the stream: no more work; queued work still runs.  Twice is harmless; the special streams never end."""
-        if self._line is not None and self._line.kind is not Kind.LEGACY and not self._line.ended:
-            sealing.end(self._registry, self._line)
+        if self.timeline is not None and self.timeline.kind is not Kind.LEGACY and not self.timeline.ended:
+            Sealing(self.registry).end(self.timeline)
 
     def _require(self) -> Timeline:
         line = self.line
@@ -183,22 +185,22 @@ class Stream:
         return line
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and self._line is other._line and self._registry is other._registry
+        return isinstance(other, Stream) and self.timeline is other.timeline and self.registry is other.registry
 
     def __hash__(self) -> int:
-        return hash((id(self._registry), self._line.number if self._line is not None else 0))
+        return hash((id(self.registry), self.timeline.number if self.timeline is not None else 0))
 
     def __repr__(self) -> str:
-        if self._line is None:
+        if self.timeline is None:
             return f"<Stream per-thread on {self._device.label}>"
-        what = self._line.name or f"{self._line.kind.value} {self._line.number}"
-        return f"<Stream {what} on {self._device.label}{' closed' if self._line.ended else ''}>"
+        what = self.timeline.name or f"{self.timeline.kind.value} {self.timeline.number}"
+        return f"<Stream {what} on {self._device.label}{' closed' if self.timeline.ended else ''}>"
 
     def __del__(self) -> None:
         # A finaliser only queues: it may run inside anybody's lock (DESIGN 5).
         try:
-            if self._owned is not None and self._line is not None:
-                self._registry.finished.append(self._line)
+            if self._owned is not None and self.timeline is not None:
+                self.registry.finished.append(self.timeline)
         except AttributeError:  # the constructor failed before there was anything to end
             return
 
@@ -237,7 +239,7 @@ def stream(s: object) -> Iterator[Stream]:
     if not isinstance(s, Stream):
         raise TypeError(f"stream() takes an allocator.Stream, not {type(s).__name__}; see Stream.of(device, stream)")
     current_stream(s._device)
-    stack: list[Stream] = s._registry.local.stack
+    stack: list[Stream] = s.registry.local.stack
     stack.append(s)
     try:
         yield s

@@ -1,0 +1,84 @@
+"""`Allocation`: memory somebody holds.  It goes back when it is closed, or when the last reference goes.
+
+Rule: a free never makes a driver call, takes a lock or raises where a finaliser runs it: it is one atomic append
+to the pool's queue, which the pool's next public call sees to (DESIGN 5).  The append names the block *and* the
+generation it was handed out in, so a second close, also one from another thread, finds nothing to do.
+
+Next: caching/frees.py, where frees are stamped.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allocator.resource import Home
+
+
+class Allocation:
+    """Device memory.  Also a context manager.  Not thread-safe in the sense that no object is while it is closed.
+
+    ptr: address, 0 for an empty allocation; stays readable after `close`.  size: bytes, rounded up to 512.
+    requested: bytes asked for.  stream: the resolved stream it was allocated on.
+    """
+
+    __slots__ = ("__weakref__", "_block", "_generation", "_home", "ptr", "requested", "size", "stream")
+
+    ptr: int
+    size: int
+    requested: int
+    stream: Any
+
+    def __init__(
+        self, home: Home, block: Any, generation: int, ptr: int, size: int, requested: int, stream: Any
+    ) -> None:
+        self._home = home
+        self._block = block
+        self._generation = generation
+        self.ptr = ptr
+        self.size = size
+        self.requested = requested
+        self.stream = stream
+
+    @property
+    def device_id(self) -> int:
+        """The ordinal of the device that the memory is on."""
+        ordinal: int = self.stream.device.ordinal
+        return ordinal
+
+    @property
+    def closed(self) -> bool:
+        """True once it has been given back."""
+        return self._generation < 0
+
+    def record_stream(self, stream: object) -> None:
+        """The memory is also in use on `stream`, for everything queued there up to the free.
+
+        No driver call, except to find out which stream a bare handle is.  ValueError once closed.
+        """
+        self._home.declare_use(self, stream)
+
+    def close(self, stream: object = None) -> None:
+        """Give the memory back.  Twice is harmless; never raises.
+
+        stream: a stream that used the memory up to now; it joins the owner and the recorded ones (R3).
+        """
+        self._home.free(self, stream)
+
+    def __enter__(self) -> Allocation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        generation = self._generation
+        if generation >= 0:
+            self._generation = -1
+            self._home.frees.append((self._block, generation, None))
+
+    def __repr__(self) -> str:
+        return f"<Allocation {self.ptr:#x} of {self.requested} bytes{' closed' if self.closed else ''}>"

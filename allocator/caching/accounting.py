@@ -1,0 +1,264 @@
+"""The pool's counters: plain integers, some of them kept up to date only where that costs nothing.
+
+On the hot path four numbers move: bytes allocated and requested, the highest and the lowest that `allocated`
+has been.  The rest follows: in flight = reserved - allocated - idle, and while reserved and idle stand still its
+peak is where `allocated` was lowest.  Whoever changes reserved or idle calls `mark` before and after.
+
+Under the pool's lock.  Next: ../stats.py, what users read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from allocator.blocks import IDLE, KINDS, LIVE, BestFit, Block, Heap
+from allocator.caching.shelves import Shelves
+from allocator.config import REUSE_KINDS
+from allocator.devices import Device
+from allocator.sizes import round_up
+from allocator.stats import REQUEST_BUCKETS, SECONDS_BUCKETS, Histogram, Stats
+from allocator.streams import Registry, Sealing, Timeline
+
+RELEASE_REASONS = ("trim", "limit", "out_of_memory", "quiet", "pressure", "close")
+RETRY_STEPS = ("internal_dependency", "move", "release", "host_wait", "callback", "collect")
+MOST_STREAMS = 32
+"""Streams named one by one in the per-stream figures."""
+
+
+class Times:
+    """A histogram of seconds that is added to."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(SECONDS_BUCKETS) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        self._counts[bisect_left(SECONDS_BUCKETS, seconds)] += 1
+        self._sum += seconds
+
+    def histogram(self) -> Histogram:
+        """As it is now."""
+        bounds = (*SECONDS_BUCKETS, float("inf"))
+        return Histogram(counts=dict(zip(bounds, self._counts, strict=True)), sum=self._sum)
+
+
+class Accounts:
+    """Counters of one pool."""
+
+    def __init__(self, heap: Heap, shelves: Shelves) -> None:
+        self._heap = heap
+        self._shelves = shelves
+        self.allocated = 0
+        self.requested = 0
+        self.high = 0
+        """The most that `allocated` has been."""
+        self.low = 0
+        """The least that `allocated` has been since `mark`."""
+        self.peak_in_flight = 0
+        self.peak_reserved = 0
+        self.requested_sum = 0
+        """Bytes ever asked for."""
+        self.frees = 0
+        self.cross_frees = 0
+        self.served: Counter[str] = Counter()
+        """Allocations by reuse kind, those from the bins apart."""
+        self.served_bytes: Counter[str] = Counter()
+        self.sizes: Counter[int] = Counter()
+        """Allocations by rounded size, those from the bins apart."""
+        self.steps: Counter[str] = Counter()
+        """How often each step of the ladder was what served."""
+        self.retries: Counter[str] = Counter()
+        self.out_of_memory = 0
+        self.growths = 0
+        self.growth_bytes = 0
+        self.releases: Counter[str] = Counter()
+        self.release_bytes: Counter[str] = Counter()
+        self.driver_seconds: defaultdict[str, float] = defaultdict(float)
+        self.in_flight_times = Times()
+        self.growth_times = Times()
+        self.device_free = -1
+
+    def mark(self) -> None:
+        """Reserved or idle bytes are about to change, or have just changed: bring the peaks up to date."""
+        held = self._heap.reserved - self._shelves.idle_bytes()
+        in_flight = held - self.low
+        if in_flight > self.peak_in_flight:
+            self.peak_in_flight = in_flight
+        if self._heap.reserved > self.peak_reserved:
+            self.peak_reserved = self._heap.reserved
+        self.low = self.allocated
+
+    def hand_out(self, block: Block, requested: int, reuse: str) -> None:
+        """A block leaves the shelves for a caller."""
+        block.requested = requested
+        self.served[reuse] += 1
+        self.served_bytes[reuse] += block.size
+        self.sizes[block.size] += 1
+        self.requested_sum += requested
+        self.requested += requested
+        self.allocated += block.size
+        if self.allocated > self.high:
+            self.high = self.allocated
+
+    def in_flight(self) -> int:
+        """Bytes freed and not known to be finished."""
+        return self._heap.reserved - self.allocated - self._shelves.idle_bytes()
+
+    def reset_peaks(self) -> None:
+        """Peaks start again from the present values."""
+        self.mark()
+        self.high = self.allocated
+        self.peak_reserved = self._heap.reserved
+        self.peak_in_flight = self.in_flight()
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def stats(
+        self, device: Device, registry: Registry, sealing: Sealing, limit: int, pending_frees: int, per_stream: bool
+    ) -> Stats:
+        """All of it, consistent in itself.  O(bins + large idle blocks + streams)."""
+        self.mark()
+        for age in self._shelves.aged:
+            self.in_flight_times.add(age / 1e9)
+        self._shelves.aged.clear()
+        idle_shelves = self._shelves.idle
+        idle = self._shelves.idle_bytes()
+        largest = max(shelf.largest() for shelf in idle_shelves)
+        releasable = self._releasable(idle_shelves, device.granularity)
+        hits = self._hits()
+        allocations = {reuse: self.served[reuse] for reuse in REUSE_KINDS}
+        allocations["same_stream"] += sum(hits.values())
+        nbytes = {reuse: self.served_bytes[reuse] for reuse in REUSE_KINDS}
+        nbytes["same_stream"] += sum(size * n for size, n in hits.items())
+        live = sum(allocations.values()) - self.frees
+        idle_blocks = sum(len(shelf) for shelf in idle_shelves)
+        retired_blocks = sum(1 for _ in self._shelves.retired()) + self._in_bins()
+        with registry.lock:
+            lines = registry.seen()
+        by_stream = self._per_stream(lines) if per_stream else ({}, {}, {})
+        now = device.clock_ns()
+        oldest = min((b.since for b in self._shelves.retired() if b.since), default=now)
+        return Stats(
+            allocated_bytes=self.allocated,
+            requested_bytes=self.requested,
+            reserved_bytes=self._heap.reserved,
+            in_flight_bytes=self._heap.reserved - self.allocated - idle,
+            idle_bytes=idle,
+            private_bytes=0,
+            largest_free_block_bytes=largest,
+            releasable_bytes=releasable,
+            stranded_bytes=idle - releasable,
+            peak_allocated_bytes=self.high,
+            peak_reserved_bytes=self.peak_reserved,
+            peak_in_flight_bytes=self.peak_in_flight,
+            limit_bytes=limit,
+            device_free_bytes=self.device_free,
+            device_size_bytes=device.total_memory,
+            external_fragmentation_ratio=1 - largest / idle if idle else 0.0,
+            internal_fragmentation_ratio=1 - self.requested / self.allocated if self.allocated else 0.0,
+            blocks={"live": live, "retired": retired_blocks, "idle": idle_blocks},
+            segments=len(self._heap.segments),
+            streams=sum(not line.ended for line in lines),
+            poisoned_streams=sum(line.poisoned is not None for line in lines),
+            orphaned_bytes=self._orphaned(registry),
+            events={"idle": registry.events.idle, "in_use": registry.events.in_use},
+            pending_frees=pending_frees,
+            oldest_in_flight_seconds=max(0, now - oldest) / 1e9,
+            allocations=allocations,
+            allocation_bytes=nbytes,
+            frees={"same_stream": self.frees - self.cross_frees, "cross_stream": self.cross_frees},
+            growths=self.growths,
+            growth_bytes=self.growth_bytes,
+            releases={reason: self.releases[reason] for reason in RELEASE_REASONS},
+            release_bytes={reason: self.release_bytes[reason] for reason in RELEASE_REASONS},
+            page_moves=0,
+            page_move_bytes=0,
+            out_of_memory=self.out_of_memory,
+            out_of_memory_retries={step: self.retries[step] for step in RETRY_STEPS},
+            stream_waits=sealing.counts["stream_waits"],
+            event_records=sealing.counts["event_records"],
+            event_queries=sealing.counts["event_queries"],
+            host_synchronizations=sealing.counts["host_synchronizations"],
+            block_splits=self._heap.splits,
+            block_merges=self._heap.merges,
+            driver_seconds=dict(self.driver_seconds),
+            request_size_bytes=self._request_sizes(hits),
+            in_flight_seconds=self.in_flight_times.histogram(),
+            growth_seconds=self.growth_times.histogram(),
+            stream_allocated_bytes=by_stream[0],
+            stream_in_flight_bytes=by_stream[1],
+            stream_idle_bytes=by_stream[2],
+        )
+
+    def _releasable(self, shelves: Sequence[BestFit], granularity: int) -> int:
+        """Bytes of segments that lie wholly in one idle block.  Only blocks of a segment's least size can hold one."""
+        total = 0
+        for shelf in shelves:
+            for block in shelf.from_size(granularity if self._heap.joined else 1):
+                total += sum(segment.size for segment in self._heap.inside(block))
+        return total
+
+    def _hits(self) -> Counter[int]:
+        hits = Counter(self._shelves.past_hits)
+        for bins in self._shelves.bins:
+            for sizes in bins.values():
+                for size, bin_ in sizes.items():
+                    hits[size] += bin_.hits
+        return hits
+
+    def _in_bins(self) -> int:
+        return sum(len(b) for bins in self._shelves.bins for sizes in bins.values() for b in sizes.values())
+
+    def _request_sizes(self, hits: Mapping[int, int]) -> Histogram:
+        """Bounds are multiples of 512, so a request and its rounded size fall into the same bucket."""
+        bounds = (*REQUEST_BUCKETS, float("inf"))
+        counts = [0] * len(bounds)
+        for source in (self.sizes, hits):
+            for size, n in source.items():
+                counts[bisect_left(REQUEST_BUCKETS, size)] += n
+        return Histogram(counts=dict(zip(bounds, counts, strict=True)), sum=self.requested_sum)
+
+    def _orphaned(self, registry: Registry) -> int:
+        """Bytes in flight behind a stream with unsealed work and no handle to seal it by (R9)."""
+        orphans = {line.number for line in registry.lines.values() if line.ended and line.sealed < line.closed}
+        if not orphans:
+            return 0
+        lines = registry.lines
+        return sum(
+            block.size
+            for block in self._shelves.retired()
+            if any(n in orphans and q > lines[n].sealed for n, q in block.stamp.items() if n in lines)
+        )
+
+    def _per_stream(self, lines: Iterable[Timeline]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """Bytes live, in flight and idle by owner: the largest by name, the rest as `other`.  O(blocks)."""
+        names = {line.number: line.name or str(line.number) for line in lines}
+        figures: dict[str, list[int]] = {}
+        for block in self._heap.blocks():
+            number = block.owner.number if block.owner is not None else -1
+            at = 2 if block.state == IDLE else 0 if block.state == LIVE and not self._binned(block) else 1
+            figures.setdefault(names.get(number, "other"), [0, 0, 0])[at] += block.size
+        ranked = sorted(figures, key=lambda name: (name == "other", -sum(figures[name])))
+        result: tuple[dict[str, int], dict[str, int], dict[str, int]] = ({}, {}, {})
+        for rank, name in enumerate(ranked):
+            shown = name if rank < MOST_STREAMS else "other"
+            for figure, value in zip(result, figures[name], strict=True):
+                figure[shown] = figure.get(shown, 0) + value
+        return result
+
+    def _binned(self, block: Block) -> bool:
+        return block.bin is not None and block in block.bin
+
+    def check(self, live: Iterable[Block]) -> None:
+        """Raise AssertionError unless the counters equal what is there.  O(live)."""
+        blocks = list(live)
+        assert self.allocated == sum(b.size for b in blocks), (self.allocated, sum(b.size for b in blocks))
+        assert self.requested == sum(b.requested for b in blocks)
+        assert all(0 < b.requested <= b.size and b.size == round_up(b.requested) for b in blocks)
+        held = sum(b.size for b in self._shelves.retired())
+        held += sum(len(b) * b.size for bins in self._shelves.bins for sizes in bins.values() for b in sizes.values())
+        assert self.allocated + held + self._shelves.idle_bytes() == self._heap.reserved, "bytes lost"
+        assert len(KINDS) == len(self._shelves.idle)

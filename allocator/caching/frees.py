@@ -1,0 +1,129 @@
+"""Frees: the queue, the stamp, and what happens to a block nobody holds any more.
+
+A free is one atomic append of (block, generation, stream named or None): no lock, no driver call, so it may run
+in a finaliser, in any thread, also inside our own locked section (DESIGN 5).  The next public call drains.
+
+A drained block is stamped with (T, T.pending) for every stream T that used it (R3).  Stamping late is safe: it
+names work that came after the free as well.  Stamping early would not be.  Each entry is stamped and put down
+before it leaves the queue; a block is taken only if it is still in the generation that the entry names.
+
+Next: shelves.py, where the block goes; ladder.py, which decides when streams are sealed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from allocator.blocks import MANY, Block, Owner
+from allocator.caching.accounting import Accounts
+from allocator.caching.shelves import Shelves
+from allocator.config import Config
+from allocator.events import VectorClock
+from allocator.streams import CONTEXT, Registry, Timeline
+from allocator.sync import FreeQueue
+
+
+class Anyone:
+    """Named as the stream of a free whose stream could not be told: everybody may still use the block."""
+
+
+ANYONE = Anyone()
+
+
+class Frees:
+    """The free queue of one pool, and the count that tells when to seal."""
+
+    def __init__(self, registry: Registry, shelves: Shelves, accounts: Accounts, config: Config) -> None:
+        self._registry = registry
+        self._shelves = shelves
+        self._accounts = accounts
+        self._seal_frees = config.seal_frees
+        self._seal_bytes = config.seal_bytes
+        self.queue: FreeQueue[tuple[Block, int, Timeline | Anyone | None]] = FreeQueue()
+        self.frees_since = 0
+        """Frees since the streams were last sealed."""
+        self.bytes_since = 0
+        """Bytes freed since then; counted once `crossing`."""
+        self.crossing = False
+        """Frees on a second stream have been stamped: from now on when one seals decides how much is reused."""
+        self.pressed: Callable[[], bool] = bool
+        """Is memory scarce?  Set by the pool."""
+        self._first: Owner | None = None
+
+    def drain(self) -> None:
+        """Stamp and put down every queued block.  Under the pool's lock; no driver call.  O(queue)."""
+        queue = self.queue
+        accounts = self._accounts
+        while queue:
+            block, generation, named = queue[0]
+            if block.generation == generation:
+                bin_ = block.bin
+                if bin_ is not None and named is None and not bin_.owner.ended:
+                    owner = bin_.owner
+                    block.stamp = owner.here if not bin_.assumed else self._registry.stamp(owner, True)  # type: ignore[arg-type]  # owners are timelines
+                    block.generation = generation + 1
+                    accounts.allocated -= block.size
+                    accounts.requested -= block.requested
+                    bin_.append(block)
+                    if owner is not self._first:
+                        self._met(owner)
+                    if self.crossing:
+                        self.bytes_since += block.size
+                else:
+                    self._retire(block, named)
+                accounts.frees += 1
+                self.frees_since += 1
+            queue.popleft()
+        if accounts.allocated < accounts.low:
+            accounts.low = accounts.allocated
+
+    def due(self) -> bool:
+        """Is it time to seal?  Under pressure at every drain: a late event covers later work as well (R13)."""
+        if not self.crossing or not self.frees_since:
+            return False
+        return self.frees_since >= self._seal_frees or self.bytes_since >= self._seal_bytes or self.pressed()
+
+    def sealed(self) -> None:
+        """The streams have just been sealed."""
+        self.frees_since = self.bytes_since = 0
+
+    def _met(self, owner: Owner) -> None:
+        if self._first is None:
+            self._first = owner
+        else:
+            self.crossing = True
+
+    def _retire(self, block: Block, named: Timeline | Anyone | None) -> None:
+        """The general case: several users, a stream that has ended, or something carried over."""
+        owner = block.owner
+        assert owner is not None, block
+        stamp = owner.here.joined(block.stamp)
+        users: dict[int, Owner] = dict(block.users or {})
+        if isinstance(named, Timeline):
+            users[named.number] = named
+        users.pop(owner.number, None)
+        for user in users.values():
+            stamp = stamp.joined(user.here)
+        if block.assumed or named is ANYONE:
+            stamp = stamp.joined(VectorClock({CONTEXT: self._registry.context.pending}))
+            self._shelves.assumed = True
+        if named is ANYONE:
+            block.owner = None  # the owner waits as well
+        if users or named is ANYONE:
+            block.sole = MANY
+            self.crossing = True
+            self._accounts.cross_frees += 1
+        elif owner is not self._first:
+            self._met(owner)
+        self.bytes_since += block.size
+        self._shelves.stamped.update(stamp.at)
+        block.stamp = stamp
+        block.users = None
+        block.bin = None
+        block.generation += 1
+        accounts = self._accounts
+        accounts.mark()
+        accounts.allocated -= block.size
+        accounts.requested -= block.requested
+        self._shelves.place(block)
+        accounts.mark()

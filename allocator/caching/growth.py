@@ -1,0 +1,260 @@
+"""Memory taken from the driver and given back.
+
+Rules: the limit counts what is on its way as well; driver calls are made outside the pool's lock, and what they
+will change is set aside under it before (S10, S16).  Only idle memory is given back: idle by `completed`, never
+by clocks (R13).  With plain allocations, whose frees wait for the device, give back only when nothing is in
+flight, or as the very last step (R13).
+
+Next: ../blocks/pages.py (which addresses), ladder.py (when).
+"""
+
+from __future__ import annotations
+
+from allocator.blocks import IDLE, KINDS, LARGE, SMALL, Backing, Block, Heap, PlainMemory, Segment, Space, VirtualMemory
+from allocator.caching.accounting import Accounts
+from allocator.caching.shelves import Shelves
+from allocator.config import Config
+from allocator.devices import Device
+from allocator.errors import DriverError
+from allocator.sizes import round_up
+from allocator.streams import Timeline
+from allocator.sync import LockLike
+
+OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+class Growth:
+    """The segments of one pool."""
+
+    def __init__(
+        self, device: Device, config: Config, heap: Heap, shelves: Shelves, accounts: Accounts, lock: LockLike
+    ) -> None:
+        self._device = device
+        self._heap = heap
+        self._shelves = shelves
+        self._accounts = accounts
+        self._lock = lock
+        self._pages = {SMALL: config.small_page, LARGE: config.large_page}
+        self._small_request = config.small_request
+        self._spaces: list[Space] | None = None
+        self._range = (0, 0)
+        self._unreleased: list[Segment] = []
+        """Unmapped, but the driver did not take the memory back: tried again at the next release."""
+        self.backing: Backing = VirtualMemory(device) if config.backing == "vmm" else PlainMemory(device)
+        self.limit = config.limit
+        self.growing = 0
+        """Bytes being got from the driver at this moment."""
+
+    def kind(self, size: int) -> int:
+        """Which size class's memory a request is served from."""
+        return SMALL if size <= self._small_request else LARGE
+
+    @property
+    def held(self) -> int:
+        """Bytes that count against the limit: reserved, and on the way in or out."""
+        return self._heap.reserved + self.growing + sum(s.size for s in self._unreleased)
+
+    def grow(self, line: Timeline, size: int, kind: int) -> Block | None:
+        """Step 5: a block of at least `size` bytes, partly from free neighbours that `line` may take.
+
+        On no shelf; the caller carves and hands it out.  None where the limit or the device has no room.
+        Driver calls: `cuMemAddressReserve` the first time; those of `Backing.attach`.  DriverError if one fails
+        for another reason than lack of memory; nothing has then changed.
+        """
+        self._reserve()
+        with self._lock:
+            plan = self._plan(line, size, kind)
+            if plan is None:
+                return None
+            ptr, nbytes, parts = plan
+            self.growing += nbytes
+        started = self._device.clock_ns()
+        segment: Segment | None = None
+        try:
+            with self._device.scope():
+                segment = self.backing.attach(ptr, nbytes, kind)
+                self._accounts.device_free = self._device.mem_get_info()[0]
+        except DriverError as error:
+            if error.code != OUT_OF_MEMORY and segment is None:
+                raise
+        finally:
+            with self._lock:
+                self.growing -= nbytes
+                block = self._settle_plan(segment, ptr, nbytes, parts, (self._device.clock_ns() - started) / 1e9)
+        return block
+
+    def _reserve(self) -> None:
+        if self._spaces is not None or not self._heap.joined:
+            return
+        device = self._device
+        with device.scope():
+            base, size = self.backing.reserve()
+        unit = device.granularity
+        quarter = size // 4 // unit * unit
+        with self._lock:
+            if self._spaces is None:
+                self._range = (base, size)
+                self._spaces = [Space(base, quarter, unit), Space(base + quarter, size - quarter, unit)]
+                return
+        with device.scope():  # another thread was first
+            self.backing.unreserve(base, size)
+
+    def _plan(self, line: Timeline, size: int, kind: int) -> tuple[int, int, tuple[Block | None, Block | None]] | None:
+        most = self.limit - self.held if self.limit else 1 << 62
+        page = self._pages[kind]
+        if self._spaces is None:
+            nbytes = max(page, round_up(size, self._device.granularity))
+            nbytes = nbytes if nbytes <= most else round_up(size)
+            return (0, nbytes, (None, None)) if nbytes <= most else None
+        heap, shelves = self._heap, self._shelves
+
+        def before(address: int) -> Block | None:
+            block = heap.tails.get(address)
+            return block if shelves.takeable(block, line) else None
+
+        def behind(address: int) -> Block | None:
+            block = heap.heads.get(address)
+            return block if shelves.takeable(block, line) else None
+
+        plan = self._spaces[kind].plan(size, page, most, before, behind)
+        if plan is None:
+            return None
+        self._accounts.mark()
+        for block in (plan.left, plan.right):
+            if block is not None and block.shelf is not None:
+                block.shelf.remove(block)
+                block.generation += 1
+        self._accounts.mark()
+        return plan.ptr, plan.nbytes, (plan.left, plan.right)
+
+    def _settle_plan(
+        self,
+        segment: Segment | None,
+        ptr: int,
+        nbytes: int,
+        parts: tuple[Block | None, Block | None],
+        seconds: float,
+    ) -> Block | None:
+        """Under the lock: take the new segment in and join its neighbours, or put everything back."""
+        accounts = self._accounts
+        accounts.mark()
+        left, right = parts
+        if segment is None:
+            if self._spaces is not None:
+                self._space_of(ptr).give_back(ptr, ptr + nbytes)
+            for block in parts:
+                if block is not None:
+                    self._shelves.place(block)
+            accounts.mark()
+            return None
+        block = self._heap.add(segment)
+        block.generation += 1
+        if left is not None:
+            block = self._heap.merge(left, block)
+        if right is not None:
+            block = self._heap.merge(block, right)
+        accounts.growths += 1
+        accounts.growth_bytes += nbytes
+        accounts.driver_seconds["cuMemCreate" if self._heap.joined else "cuMemAlloc"] += seconds
+        accounts.growth_times.add(seconds)
+        accounts.mark()
+        return block
+
+    def _space_of(self, ptr: int) -> Space:
+        assert self._spaces is not None
+        return next(space for space in self._spaces if space.base <= ptr < space.base + space.size)
+
+    # -- giving back ----------------------------------------------------------------------------
+
+    def release(self, reason: str, most: int) -> int:
+        """Give idle segments back until `most` bytes are; returns the bytes given back.
+
+        The caller has flushed and refreshed the shelves.  Driver calls: those of `Backing.detach`.  A segment
+        that the driver refuses to take stays in the pool.
+        """
+        freed = 0
+        with self._lock:
+            self._accounts.mark()
+            leaving, self._unreleased = self._unreleased, []
+            self.growing += sum(segment.size for segment in leaving)  # still held, until the driver has it back
+            chosen = self._choose(most)
+            self._accounts.mark()
+        device = self._device
+        started = device.clock_ns()
+        with device.scope():
+            for segment in leaving + chosen:
+                ptr, size = segment.ptr, segment.size
+                try:
+                    self.backing.detach(segment)
+                except DriverError:
+                    self._keep(segment, ptr)
+                    continue
+                freed += size
+                with self._lock:
+                    if ptr and self._spaces is not None:
+                        self._space_of(ptr).give_back(ptr, ptr + size)
+                    self.growing -= size
+                    self._accounts.releases[reason] += 1
+                    self._accounts.release_bytes[reason] += size
+        if leaving or chosen:
+            with self._lock:
+                call = "cuMemUnmap" if self._heap.joined else "cuMemFree"
+                self._accounts.driver_seconds[call] += (device.clock_ns() - started) / 1e9
+        return freed
+
+    def _choose(self, most: int) -> list[Segment]:
+        """Take idle segments out of the heap.  Under the lock."""
+        chosen: list[tuple[Segment, Block]] = []
+        total = 0
+        least = self._device.granularity if self._heap.joined else 1
+        for kind in KINDS:
+            for block in self._shelves.idle[kind].from_size(least):
+                for segment in reversed(self._heap.inside(block)):
+                    if total >= most:
+                        break
+                    total += segment.size
+                    chosen.append((segment, block))
+        for segment, block in chosen:  # highest first within a block, so what is left keeps being `block`
+            self._cut_out(segment, block)
+            self.growing += segment.size  # still held, until the driver has it back
+        return [segment for segment, _ in chosen]
+
+    def _cut_out(self, segment: Segment, block: Block) -> None:
+        """Remove one segment from the idle block that holds it; what is left of the block stays idle."""
+        heap, idle = self._heap, self._shelves.idle[segment.kind]
+        idle.remove(block)
+        middle = block
+        if block.ptr < segment.ptr:
+            middle = heap.split(block, segment.ptr - block.ptr)
+            idle.add(block)
+        if middle.size > segment.size:
+            idle.add(heap.split(middle, segment.size))
+        heap.remove(segment, middle)
+
+    def _keep(self, segment: Segment, ptr: int) -> None:
+        """The driver refused: the segment is ours as before, or unmapped and to be released later."""
+        with self._lock:
+            self._accounts.mark()
+            self.growing -= segment.size
+            if segment.ptr:
+                block = self._heap.add(segment)
+                block.state = IDLE
+                self._shelves.place(block)
+            else:
+                self._unreleased.append(segment)
+                if ptr and self._spaces is not None:
+                    self._space_of(ptr).give_back(ptr, ptr + segment.size)
+            self._accounts.mark()
+
+    def close(self) -> None:
+        """Free the address range; nothing may be reserved.  `cuMemAddressFree`."""
+        base, size = self._range
+        self._range, self._spaces = (0, 0), None
+        if base:
+            with self._device.scope():
+                self.backing.unreserve(base, size)
+
+    @property
+    def empty(self) -> bool:
+        """True if nothing is held from the driver, the address range apart."""
+        return not (self._heap.reserved or self.growing or self._unreleased)

@@ -1,0 +1,476 @@
+"""The ladder: every way to serve a request, in the order in which they are tried.
+
+     1  own                  best fit among what the stream itself may take at once
+     2  idle                 best fit among what is finished; competes with 1 on fit
+     3  covered              what the stream has already waited for; no driver call
+     4  settle               ask how far the other streams have got; then 1 to 3 again
+     5  new memory           within the limit; above `max_in_flight` wait a little first
+     6  internal_dependency  growing is impossible: make the stream wait, on the device, for another's work
+     7  (moving idle pages together belongs here)
+     8  release              give idle memory of the other size class back, and grow
+     9  host wait            wait, on the host and bounded, for any memory in flight
+    10  callbacks, then garbage collection
+    11  OutOfMemoryError
+
+After every step that could have freed something the shelves are looked at again before the driver is asked.
+The pool's lock is held only while looking: never over a driver call, a callback, or a wait (S14, S16).
+Waits are never for one particular block, always for anything that would serve (R13).
+
+Next: ../streams/sealing.py, what sealing and waiting do.  Arguments: docs/ordering.md.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+
+from allocator.blocks import Block
+from allocator.caching.accounting import Accounts
+from allocator.caching.frees import Frees
+from allocator.caching.growth import Growth
+from allocator.caching.shelves import SCAN, Shelves
+from allocator.config import Config
+from allocator.devices import Device
+from allocator.events import VectorClock
+from allocator.streams import CONTEXT, Kind, Registry, Sealed, Sealing, Timeline
+from allocator.sync import LockLike
+
+
+class Request:
+    """One allocation on its way down the ladder.  given: the stream's handle, alive for the length of the call."""
+
+    __slots__ = ("assumed", "given", "kind", "line", "requested", "size")
+
+    def __init__(self, line: Timeline, given: int | None, requested: int, size: int, kind: int, assumed: bool) -> None:
+        self.line = line
+        self.given = given
+        self.requested = requested
+        self.size = size
+        self.kind = kind
+        self.assumed = assumed
+
+
+class Ladder:
+    """The policy of one pool."""
+
+    def __init__(
+        self,
+        device: Device,
+        config: Config,
+        registry: Registry,
+        sealing: Sealing,
+        shelves: Shelves,
+        frees: Frees,
+        growth: Growth,
+        accounts: Accounts,
+        lock: LockLike,
+    ) -> None:
+        self._device = device
+        self._config = config
+        self._registry = registry
+        self._sealing = sealing
+        self._shelves = shelves
+        self._frees = frees
+        self._growth = growth
+        self._accounts = accounts
+        self._lock = lock
+        self.callbacks: list[Callable[[int], bool]] = []
+
+    def climb(self, request: Request) -> Block | None:
+        """A block for the request, LIVE and accounted for; None if every step failed (step 11 is the caller's).
+
+        Raises DriverError if the driver fails for another reason than lack of memory.
+        """
+        return (
+            self._look(request, everything=False)
+            or self._look(request, everything=True)
+            or self._settle(request)
+            or self._grow(request)
+            or self._depend(request)
+            or self._release(request)
+            or self._host_wait(request)
+            or self._call_back(request)
+            or self._collect(request)
+        )
+
+    # -- 1, 2, 3 --------------------------------------------------------------------------------
+
+    def _look(self, request: Request, *, everything: bool, step: str | None = None) -> Block | None:
+        """Steps 1 to 3 under the lock; `everything` empties all bins first, not only the stream's own."""
+        line, size, kind = request.line, request.size, request.kind
+        shelves, accounts = self._shelves, self._accounts
+        with self._lock:
+            accounts.mark()
+            self._frees.drain()
+            shelves.flush(None if everything else line)
+            shelves.refresh()
+            found = shelves.take(line, size, kind)
+            name = "own or idle"
+            if found is None:
+                found, name = shelves.take_covered(line, size, kind), "covered"
+            if found is not None:
+                block, reuse = found
+                self._hand_out(block, request, reuse)
+                accounts.steps[step or name] += 1
+            accounts.mark()
+            return found[0] if found is not None else None
+
+    def _hand_out(self, block: Block, request: Request, reuse: str) -> None:
+        """Under the lock."""
+        self._shelves.hand_out(block, request.line, request.size, request.assumed)
+        self._accounts.hand_out(block, request.requested, reuse)
+
+    # -- 4 --------------------------------------------------------------------------------------
+
+    def _settle(self, request: Request) -> Block | None:
+        """Ask the events there are, then the streams themselves; both only where something waits for an answer."""
+        if "opportunistic" not in self._config.reuse:
+            return None
+        with self._lock:
+            lines = self._shelves.waiting()
+        if not lines and not self._shelves.assumed:
+            return None
+        if self._sealing.end_finished() | self._sealing.poll(self._polled(lines)):
+            block = self._look(request, everything=True, step="settle")
+            if block is not None:
+                return block
+        if self.ask(lines):
+            return self._look(request, everything=True, step="settle")
+        return None
+
+    def _polled(self, lines: list[Timeline]) -> Iterable[Timeline]:
+        """Streams with events to ask; with assumed users every stream counts."""
+        if self._shelves.assumed:
+            with self._registry.lock:
+                lines = self._registry.seen()
+        return [line for line in lines if line.in_flight]
+
+    def ask(self, lines: list[Timeline]) -> bool:
+        """Ask each stream with unsealed frees whether it is idle; True if something is over that was not.
+
+        One `cuStreamQuery` each; assumed users need one of every stream seen.
+        """
+        before = self._registry.version
+        if self._shelves.assumed and lines:
+            self._sealing.close_context(context_event=False)
+        else:
+            for line in lines:
+                if self._shelves.unsealed(line):
+                    self._sealing.query(line)
+        return self._registry.version != before
+
+    def seal(self) -> None:
+        """Put an event behind every stream that free memory waits for, where it has none; then poll (R13).
+
+        Runs every `seal_frees` frees, and before the pool grows.  No record where a query says "idle"; none on
+        legacy, on other threads' per-thread streams, on capturing streams and orphans.
+        """
+        sealing, registry, shelves = self._sealing, self._registry, self._shelves
+        sealing.end_finished()
+        with self._lock:
+            self._frees.sealed()
+            lines = shelves.waiting()
+            stamped = set(shelves.stamped)
+            shelves.stamped.clear()
+        if shelves.assumed:
+            if self._config.context_events and self._device.supports_context_events:
+                sealing.close_context(context_event=True)
+                sealing.poll(self._polled(lines))
+                return
+            sealing.close_context()
+            with registry.lock:
+                lines = registry.seen()
+        for line in lines:
+            if line.kind is Kind.LEGACY:
+                if not shelves.assumed:
+                    sealing.query(line)
+            elif not line.ended and (shelves.assumed or line.number in stamped or shelves.unsealed(line)):
+                if not shelves.assumed and sealing.query(line):
+                    continue
+                if shelves.assumed and line.completed >= line.closed:
+                    continue  # it has just answered close_context with "idle"
+                if sealing.seal(line) is None:
+                    with self._lock:
+                        shelves.stamped.add(line.number)
+        sealing.poll(self._polled(lines))
+
+    # -- 5 --------------------------------------------------------------------------------------
+
+    def _grow(self, request: Request, step: str | None = None) -> Block | None:
+        config = self._config
+        if step is None:
+            if config.max_in_flight and self._accounts.in_flight() > config.max_in_flight:
+                block = self._wait_below_bound(request)
+                if block is not None:
+                    return block
+            with self._lock:
+                self._accounts.mark()
+                block = self._shelves.gather(request.line, request.size, request.kind)
+                if block is not None:
+                    reuse = self._shelves.reuse_kind(block, request.line)
+                    self._hand_out(self._shelves.carve(block, request.size), request, reuse)
+                    self._accounts.steps["gather"] += 1
+                self._accounts.mark()
+            if block is not None:
+                return block
+            if self._frees.crossing and self._frees.frees_since:
+                self.seal()  # what is marked now can serve the next request that would grow
+        self._registry.sweep_now()
+        block = self._growth.grow(request.line, request.size, request.kind)
+        if block is None:
+            return None
+        with self._lock:
+            self._accounts.mark()
+            reuse = self._shelves.reuse_kind(block, request.line)
+            self._hand_out(self._shelves.carve(block, request.size), request, reuse)
+            self._accounts.steps[step or "grow"] += 1
+            self._accounts.mark()
+        return block
+
+    def _wait_below_bound(self, request: Request) -> Block | None:
+        """Above `max_in_flight`: poll and wait for anything that would serve, bounded, then let it grow (R13)."""
+        self.seal()
+        return self._wait_for_any(request, "settle", self._config.max_in_flight)
+
+    # -- 6 --------------------------------------------------------------------------------------
+
+    def _depend(self, request: Request) -> Block | None:
+        """Growing is impossible: let the stream wait on the device for work of others, and take their memory."""
+        if "internal_dependency" not in self._config.reuse:
+            return None
+        for may_seal, legacy in ((False, False), (True, False), (True, True)):
+            block = self._depend_on(request, may_seal=may_seal, legacy=legacy)
+            if block is not None:
+                self._accounts.retries["internal_dependency"] += 1
+                return block
+        return None
+
+    def _depend_on(self, request: Request, *, may_seal: bool, legacy: bool) -> Block | None:
+        if not legacy and request.line.kind is Kind.LEGACY:
+            return None  # a wait put on legacy stalls every blocking stream: last (R6)
+        tried: set[Block] = set()
+        for _ in range(SCAN):
+            with self._lock:
+                block = self._candidate(request, tried)
+                if block is None:
+                    return None
+                tried.add(block)
+                self._accounts.mark()
+                if block.shelf is not None:
+                    block.shelf.remove(block)
+                block.generation += 1
+                self._accounts.mark()
+            ready = self._make_wait(request, block.stamp, block.owner is request.line, may_seal=may_seal, legacy=legacy)
+            with self._lock:
+                self._accounts.mark()
+                exempt = block.owner is request.line
+                if ready and self._registry.known(block.stamp, request.line, exempt=exempt):
+                    self._hand_out(self._shelves.carve(block, request.size), request, "internal_dependency")
+                    self._accounts.steps["internal_dependency"] += 1
+                    self._accounts.mark()
+                    return block
+                self._shelves.place(block)
+                self._accounts.mark()
+        return None
+
+    def _candidate(self, request: Request, tried: set[Block]) -> Block | None:
+        """The best fit in flight on other streams that has not been tried.  Under the lock."""
+        best: Block | None = None
+        own = self._shelves.own[request.kind]
+        for shelf in (*own.values(), self._shelves.shared[request.kind]):
+            for looked, block in enumerate(shelf.from_size(request.size)):
+                if looked >= SCAN or (best is not None and best.size <= block.size):
+                    break
+                if block not in tried:
+                    best = block
+                    break
+        return best
+
+    def _make_wait(self, request: Request, stamp: VectorClock, exempt: bool, *, may_seal: bool, legacy: bool) -> bool:
+        """Make the stream wait for everything in the stamp that it does not know; False if that cannot be."""
+        registry, sealing = self._registry, self._sealing
+        if may_seal and CONTEXT in stamp.at and not exempt and registry.context.seal_for(stamp.at[CONTEXT]) is None:
+            sealing.close_context()
+        with registry.lock:
+            needed = self._needed(stamp, request.line, exempt)
+        if needed is None:
+            return False
+        events: list[Sealed] = []
+        try:
+            for line, seqno in needed:
+                sealed = self._event(line, seqno, may_seal=may_seal, legacy=legacy)
+                if sealed is None:
+                    if line.completed >= seqno:
+                        continue
+                    return False
+                events.append(sealed)
+            return sealing.make_wait(request.line, events, request.given) if events else True
+        finally:
+            with registry.lock:
+                for sealed in events:
+                    registry.recycle(sealed)
+
+    def _needed(self, stamp: VectorClock, line: Timeline, exempt: bool) -> list[tuple[Timeline, int]] | None:
+        """(stream, seqno) pairs to wait for; None if the context's part has no seal yet.  Under the registry's lock."""
+        registry = self._registry
+        wanted: dict[int, int] = {}
+        for number, seqno in registry.unfinished(stamp).items():
+            if number != CONTEXT:
+                wanted[number] = max(seqno, wanted.get(number, 0))
+            elif not exempt:
+                seal = registry.context.seal_for(seqno)
+                if seal is None:
+                    return None
+                for other, reached in registry.unfinished(seal.need).items():
+                    wanted[other] = max(reached, wanted.get(other, 0))
+        known = line.clock.at
+        return [
+            (registry.lines[n], q)
+            for n, q in wanted.items()
+            if n != line.number and known.get(n, 0) < q and n in registry.lines
+        ]
+
+    def _event(self, line: Timeline, seqno: int, *, may_seal: bool, legacy: bool) -> Sealed | None:
+        """An event behind `seqno`, in use by us until `recycle`; one that exists before a new one (R13)."""
+        registry = self._registry
+        for attempt in range(2):
+            with registry.lock:
+                sealed = line.event_for(seqno)
+                if sealed is not None:
+                    sealed.users += 1
+                    return sealed
+            if attempt or not may_seal or (line.kind is Kind.LEGACY and not legacy):
+                return None
+            if self._sealing.query(line):
+                return None
+            self._sealing.seal(line)
+        return None
+
+    # -- 8, 9, 10 -------------------------------------------------------------------------------
+
+    def _release(self, request: Request) -> Block | None:
+        """Idle memory that cannot serve, given back, may make room for a piece that can."""
+        if not self._config.release_on_demand or (self._growth.backing.stalls and self._registry_busy()):
+            return None
+        if self._growth.release("out_of_memory", 1 << 62):
+            block = self._grow(request, step="release")
+            if block is not None:
+                self._accounts.retries["release"] += 1
+            return block
+        return None
+
+    def _registry_busy(self) -> bool:
+        with self._lock:
+            return self._accounts.in_flight() > 0
+
+    def _host_wait(self, request: Request) -> Block | None:
+        if not self._config.wait_on_demand:
+            return None
+        self.seal()
+        block = self._wait_for_any(request, "host_wait", 0)
+        if block is not None:
+            self._accounts.retries["host_wait"] += 1
+        return block
+
+    def _wait_for_any(self, request: Request, step: str, bound: int) -> Block | None:
+        """Wait on the host, `wait_timeout` in all, until something in flight that is over serves.
+
+        bound: stop as soon as no more than that many bytes are in flight (0: never for that reason).
+        """
+        device, registry, sealing = self._device, self._registry, self._sealing
+        until = device.clock_ns() + int(self._config.wait_timeout * 1e9)
+        while True:
+            with self._lock:
+                self._frees.drain()
+                lines = self._polled(self._shelves.waiting())
+            with registry.lock:
+                events = [line.in_flight[0] for line in lines if line.in_flight]
+                for sealed in events:
+                    sealed.users += 1
+            left = (until - device.clock_ns()) / 1e9
+            try:
+                if not events or left <= 0:
+                    return self._look(request, everything=True, step=step)
+                sealing.counts["host_synchronizations"] += 1
+                with device.scope():
+                    over = device.wait_any([sealed.event for sealed in events], left)
+            finally:
+                with registry.lock:
+                    for sealed in events:
+                        registry.recycle(sealed)
+            sealing.poll(lines)
+            block = self._look(request, everything=True, step=step)
+            if block is None and step == "host_wait":
+                block = self._again(request, step)
+            if block is not None or not over:
+                return block
+            if bound and self._accounts.in_flight() <= bound:
+                return None
+
+    def wait_for_all(self) -> None:
+        """Wait on the host, without bound, for everything in flight that can be waited for."""
+        registry, sealing = self._registry, self._sealing
+        for _ in range(8):  # a wait may let other threads free more; what cannot be marked stays
+            self.seal()
+            with self._lock:
+                self._accounts.mark()
+                self._frees.drain()
+                self._shelves.flush()
+                self._shelves.refresh()
+                self._accounts.mark()
+                if self._accounts.in_flight() <= 0:
+                    return
+                lines = self._shelves.waiting()
+            if self._shelves.assumed:
+                with registry.lock:
+                    lines = registry.seen()
+            for line in lines:
+                sealing.wait_on_host(line)
+
+    def _again(self, request: Request, step: str) -> Block | None:
+        """Something was freed: what became idle may be released for a piece of the right size."""
+        if self._config.release_on_demand and not self._growth.backing.stalls:
+            self._growth.release("out_of_memory", 1 << 62)
+        return self._grow(request, step=step)
+
+    def _call_back(self, request: Request) -> Block | None:
+        """The user's callbacks, outside every lock; True means "try again"."""
+        if not self._config.collect_on_demand:
+            return None
+        for callback in list(self.callbacks):
+            if callback(request.size):
+                block = self._retry(request, "callback")
+                if block is not None:
+                    return block
+        return None
+
+    def _collect(self, request: Request) -> Block | None:
+        """Dead reference cycles may hold allocations."""
+        if not self._config.collect_on_demand:
+            return None
+        gc.collect()
+        return self._retry(request, "collect")
+
+    def _retry(self, request: Request, step: str) -> Block | None:
+        """Everything again, after somebody may have freed something."""
+        with self._lock:
+            self._frees.drain()
+            lines = self._shelves.waiting()
+        self._sealing.poll(self._polled(lines))
+        self.ask(lines)
+        block = (
+            self._look(request, everything=True, step=step)
+            or self._grow(request, step=step)
+            or self._depend(request)
+            or self._last_release(request, step)
+            or self._host_wait(request)
+        )
+        if block is not None:
+            self._accounts.retries[step] += 1
+        return block
+
+    def _last_release(self, request: Request, step: str) -> Block | None:
+        """The very last step may wait for the device, which plain memory's free does (R13)."""
+        if self._config.release_on_demand and self._growth.release("out_of_memory", 1 << 62):
+            return self._grow(request, step=step)
+        return None

@@ -1,0 +1,539 @@
+"""`CachingAllocator`, the face of a pool: one memory pool of one device, shared by all streams and libraries.
+
+The hot path is `allocate`: an exact size that the same stream freed a moment ago comes from a bin, with no driver
+call, no event and no logging.  Everything else goes down the ladder (ladder.py).  A free only queues (frees.py).
+
+Threads: one lock, held for microseconds, never over a driver call, a callback or a wait (S16).
+Next: ladder.py (the policy), shelves.py (who may take what), ../streams/ (what is over).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from allocator.allocation import Allocation
+from allocator.blocks import Block, Heap
+from allocator.caching.accounting import Accounts
+from allocator.caching.frees import ANYONE, Anyone, Frees
+from allocator.caching.growth import Growth
+from allocator.caching.ladder import Ladder, Request
+from allocator.caching.shelves import Shelves
+from allocator.caching.snapshot import snapshot
+from allocator.config import Config
+from allocator.devices import CudaDevice, Device
+from allocator.errors import AllocatorError, DriverError, OutOfMemoryError, PoolClosed, StreamCapturing
+from allocator.sizes import check_request, format_size
+from allocator.stats import Stats
+from allocator.streams import Kind, Registry, Sealing, Stream, Timeline, current_stream, destroy_orphans, target
+from allocator.sync import make_lock
+
+_log = logging.getLogger("allocator")
+_numbers = itertools.count()
+_pools: weakref.WeakSet[CachingAllocator] = weakref.WeakSet()
+_leaving: deque[CachingAllocator] = deque()
+"""Closed pools that still have memory: the reaper's list, served by any public call."""
+
+AT_SCRAPE = 4096
+"""Blocks that one reading of statistics moves out of the bins at most."""
+
+
+class CachingAllocator:
+    """A caching allocator over one device.
+
+    device: a `Device`, or an int, which means `CudaDevice(int)`.  config: None means `Config.from_env()`.
+    name: for metrics and dumps, up to 40 characters.  No driver call is made before the first allocation.
+
+    >>> from allocator.devices import SimDevice
+    >>> gpu = SimDevice()
+    >>> with CachingAllocator(gpu) as pool:
+    ...     a = pool.allocate(1000)
+    ...     a.size, a.requested
+    (1024, 1000)
+    """
+
+    def __init__(self, device: Device | int, config: Config | None = None, name: str | None = None) -> None:
+        if isinstance(device, bool):
+            raise TypeError("device must be a device or its number, not bool")
+        self.device: Device = CudaDevice(device) if isinstance(device, int) else device
+        self.config = config if config is not None else Config.from_env(device_memory=self.device.total_memory)
+        if self.config.backing == "vmm" and not self.device.supports_virtual_memory:
+            raise AllocatorError(
+                f"{self.device.name} has no virtual memory management; use Config(backing='malloc') or WEIR_BACKING=malloc"
+            )
+        self.name = f"pool{next(_numbers)}" if name is None else str(name)[:40]
+        self._registry = Registry.of(self.device)
+        self._lock = make_lock("pool")
+        self._sealing = Sealing(self._registry)
+        self._heap = Heap(joined=self.config.backing == "vmm")
+        self._shelves = Shelves(self._heap, self._registry, self.config)
+        self._accounts = Accounts(self._heap, self._shelves)
+        self._frees = Frees(self._registry, self._shelves, self._accounts, self.config)
+        self._growth = Growth(self.device, self.config, self._heap, self._shelves, self._accounts, self._lock)
+        self._frees.pressed = self._pressed
+        self._ladder = Ladder(
+            self.device,
+            self.config,
+            self._registry,
+            self._sealing,
+            self._shelves,
+            self._frees,
+            self._growth,
+            self._accounts,
+            self._lock,
+        )
+        self.frees: deque[Any] = self._frees.queue
+        """Where allocations queue their frees: one atomic append each."""
+        self._bins = self._shelves.bins
+        self._announce = self.device.hand_out if self.device.watches else None
+        self._closed = False
+        self._careful = self.config.detect_captures
+        """Something must be looked at before an allocation: closed, forked, over the limit, captures."""
+        _pools.add(self)
+        reap()
+
+    # -- allocate -------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, stream: object = None, *, assumed: bool = False) -> Allocation:
+        """Memory of at least `nbytes` bytes for use on `stream` (None: the current one), at once.
+
+        assumed: the caller stands for a library that declares no uses (R3); `Config.uses` may overrule it.
+        0 bytes are a valid empty allocation with ptr 0.  Driver calls: none for an exact size that this stream
+        freed before; else those of the ladder's steps.  Raises OutOfMemoryError, PoolClosed, StreamClosed,
+        StreamCapturing, ForkError, DriverError; ValueError and TypeError for wrong arguments.
+        """
+        given: int | None = None
+        if type(stream) is Stream and stream.registry is self._registry and stream.timeline is not None:
+            line = stream.timeline
+        else:
+            stream, line, given = self._resolve(stream)
+        if type(nbytes) is not int or nbytes <= 0:
+            nbytes = check_request(nbytes)
+            if nbytes == 0:
+                self._check_open()
+                return Allocation(_NOWHERE, None, 0, 0, 0, 0, stream)
+        if self._careful or line.ended:
+            self._look_out(line, given)
+        size = (nbytes + 511) & -512
+        uses = self.config.uses
+        if uses != "auto":
+            assumed = uses == "assumed"
+        block: Block | None = None
+        due = False
+        with self._lock:
+            if self.frees:
+                self._frees.drain()
+                due = self._frees.due()
+            sizes = self._bins[assumed].get(line)
+            if sizes is not None:
+                bin_ = sizes.get(size)
+                if bin_:
+                    block = bin_.pop()
+                    bin_.hits += 1
+                    block.requested = nbytes
+                    accounts = self._accounts
+                    accounts.requested_sum += nbytes
+                    accounts.requested += nbytes
+                    accounts.allocated = allocated = accounts.allocated + size
+                    if allocated > accounts.high:
+                        accounts.high = allocated
+        if due:
+            self._seal()
+        if block is None:
+            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
+        allocation = Allocation(self, block, block.generation, block.ptr, size, nbytes, stream)
+        if self._announce is not None:
+            self._announce(block.ptr, size, allocation)
+        return allocation
+
+    def _resolve(self, stream: object) -> tuple[Stream, Timeline, int | None]:
+        self._check_open()
+        if stream is None:
+            stream = current_stream(self.device)
+        line, given = target(self.device, stream)
+        return Stream.of(self.device, stream, line), line, given
+
+    def _climb(self, request: Request) -> Block:
+        """Off the hot path: the ladder, and what it says when nothing helps."""
+        registry = self._registry
+        registry.check_usable()
+        reap()
+        destroy_orphans(registry)
+        if request.size > self.device.total_memory:
+            self._accounts.out_of_memory += 1
+            raise self._out_of_memory(request, "more than the device has")
+        try:
+            block = self._ladder.climb(request)
+        finally:
+            if registry.lost is not None:
+                self._careful = True
+        if block is None:
+            self._accounts.out_of_memory += 1
+            raise self._out_of_memory(request, "nothing more can be freed, waited for or taken from the driver")
+        return block
+
+    def _seal(self) -> None:
+        self._ladder.seal()
+
+    def _pressed(self) -> bool:
+        """Above 3/4 of the limit or of the bound on memory in flight (R13).  Under the lock."""
+        limit, bound = self._growth.limit, self.config.max_in_flight
+        return bool(limit and self._growth.held * 4 > limit * 3) or bool(
+            bound and self._accounts.in_flight() * 4 > bound * 3
+        )
+
+    def _out_of_memory(self, request: Request, why: str) -> OutOfMemoryError:
+        with self._lock:
+            accounts, limit = self._accounts, self._growth.limit
+            numbers = {
+                "reserved": self._heap.reserved,
+                "allocated": accounts.allocated,
+                "in_flight": accounts.in_flight(),
+                "idle": self._shelves.idle_bytes(),
+                "device_free": accounts.device_free,
+                "device_size": self.device.total_memory,
+            }
+            busy = [line for line in self._shelves.waiting() if line.completed < line.closed]
+        holders = ", ".join(repr(line.name or f"{line.kind.value} stream {line.number}") for line in busy[:4])
+        pinned = f"; in flight behind {holders}" if holders else ""
+        return OutOfMemoryError(
+            f"out of memory: {format_size(request.size)} asked of pool {self.name!r} on {self.device.label}: {why} "
+            f"(reserved {format_size(numbers['reserved'])}, allocated {format_size(numbers['allocated'])}, "
+            f"in flight {format_size(numbers['in_flight'])}, idle {format_size(numbers['idle'])}, "
+            f"limit {format_size(limit) if limit else 'none'}{pinned})",
+            requested=request.size,
+            limit=limit,
+            stats=numbers,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolClosed(f"pool {self.name!r} has been closed; make a new CachingAllocator")
+        self._registry.check_usable()
+
+    def _look_out(self, line: Timeline, given: int | None) -> None:
+        """What is looked at before an allocation only where there is reason to."""
+        self._check_open()
+        if line.ended:
+            self._stream_closed(line)
+        if self.config.detect_captures:
+            with self._registry.borrow(line, given) as handle, self.device.scope():
+                if handle is not None and line.kind is not Kind.LEGACY and self._registry.capturing(handle):
+                    raise StreamCapturing(
+                        "the stream is being captured into a graph: allocate before the capture begins, or after it ends"
+                    )
+        if self._growth.limit and self._growth.held > self._growth.limit:
+            self._shrink()
+        elif not self.config.detect_captures:
+            self._careful = False
+
+    def _stream_closed(self, line: Timeline) -> NoReturn:
+        target(self.device, Stream.of(self.device, None, line))
+        raise AssertionError("a stream that has ended is refused by target()")
+
+    # -- the other calls of an allocation --------------------------------------------------------
+
+    def declare_use(self, allocation: Allocation, stream: object) -> None:
+        """`Allocation.record_stream`: one more user for the stamp (R3)."""
+        if allocation.closed:
+            raise ValueError("record_stream on a closed allocation: declare the use before the free")
+        line, _ = target(self.device, stream)
+        block: Block = allocation._block
+        with self._lock:
+            if allocation.closed or block.generation != allocation._generation:
+                raise ValueError("record_stream on a closed allocation: declare the use before the free")
+            if line is block.owner:
+                return
+            if block.users is None:
+                block.users = {}
+            block.users[line.number] = line
+            block.bin = None  # several users: no bin may hold it (R7)
+
+    def free(self, allocation: Allocation, stream: object) -> None:
+        """`Allocation.close`: queue the free, with the stream that it names (R3).  Never raises."""
+        generation = allocation._generation
+        if generation < 0:
+            return
+        named: Timeline | Anyone | None = None
+        handle: int | None = None
+        if stream is not None and not self._registry.forked:
+            try:
+                named, handle = target(self.device, stream)
+            except (AllocatorError, ValueError, TypeError) as error:
+                named = ANYONE  # used somewhere: everybody waits, the owner as well
+                _log.warning("close(stream=%r): %s; the memory waits for every stream of the device", stream, error)
+        allocation._generation = -1
+        self.frees.append((allocation._block, generation, named))
+        if handle is not None or self._careful or len(self.frees) >= 64:
+            self._after_free(named, handle)
+
+    def _after_free(self, named: Timeline | Anyone | None, handle: int | None) -> None:
+        """The free was given a handle that nobody keeps alive: stamp now and seal inside this call (R9)."""
+        if self._registry.forked:
+            return
+        with self._lock:
+            self._frees.drain()
+            due = self._frees.due()
+        if handle is not None and isinstance(named, Timeline) and named.kind is not Kind.LEGACY:
+            if named.owner is None and named.kind is not Kind.PER_THREAD and not self._sealing.query(named, handle):
+                self._sealing.seal(named, handle)
+        elif due:
+            self._seal()
+        if self._closed:
+            reap()
+        elif self._growth.limit and self._growth.held > self._growth.limit:
+            self._shrink()
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def stats(self, *, per_stream: bool = False) -> Stats:
+        """The pool's statistics, consistent in themselves.
+
+        per_stream: also the figures by stream, which cost O(blocks).  Driver calls: one query for each stream
+        with unsealed frees, and of the events in flight; none that can block.
+        """
+        if not self._registry.forked:
+            self._ask()
+        with self._lock:
+            self._shelves.flush_finished(AT_SCRAPE)
+            self._shelves.refresh()
+            return self._accounts.stats(
+                self.device, self._registry, self._sealing, self._growth.limit, len(self.frees), per_stream
+            )
+
+    def _ask(self) -> None:
+        """Find out what is over, without waiting."""
+        reap()
+        self._registry.sweep_now()
+        self._sealing.end_finished()
+        with self._lock:
+            self._accounts.mark()
+            self._frees.drain()
+            lines = self._shelves.waiting()
+        if lines:
+            self._sealing.poll(lines)
+            self._ladder.ask(lines)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Every segment and block, in the shape that PyTorch's memory viewer reads.  O(blocks)."""
+        with self._lock:
+            self._frees.drain()
+            self._shelves.flush()
+            self._shelves.refresh()
+            return snapshot(self._heap, self.device.ordinal)
+
+    def reset_peaks(self) -> None:
+        """Let the peaks start again from the present values."""
+        with self._lock:
+            self._frees.drain()
+            self._accounts.reset_peaks()
+
+    def check(self) -> None:
+        """Walk everything and raise AssertionError, with a dump, if anything is out of place.  O(blocks)."""
+        with self._lock:
+            self._frees.drain()
+            binned = {id(b) for bins in self._bins for sizes in bins.values() for bin_ in sizes.values() for b in bin_}
+            try:
+                self._heap.check()
+                self._shelves.check()
+                live = (b for b in self._heap.blocks() if b.shelf is None and id(b) not in binned)
+                self._accounts.check(live)
+            except AssertionError as error:
+                dump = "\n".join(map(repr, itertools.islice(self._heap.blocks(), 200)))
+                raise AssertionError(f"{error}\n{dump}") from error
+        self._registry.check()
+
+    # -- giving memory back ----------------------------------------------------------------------
+
+    def trim(self, keep: int = 0) -> int:
+        """Give idle memory back to the driver until no more than `keep` bytes are reserved; returns the bytes given.
+
+        Never stalls the device: with virtual memory nothing waits, plain memory is given back only when nothing is
+        in flight (R13).  Driver calls: queries, then `cuMemUnmap` and `cuMemRelease`, or `cuMemFree`, a segment.
+        """
+        keep = check_request(keep)
+        self._registry.check_usable()
+        return self._give_back("trim", keep)
+
+    def _give_back(self, reason: str, keep: int) -> int:
+        self._ask()
+        with self._lock:
+            self._accounts.mark()
+            self._shelves.flush()
+            self._shelves.refresh()
+            self._accounts.mark()
+            most = self._growth.held - keep
+            if most <= 0 or (self._growth.backing.stalls and self._accounts.in_flight() > 0):
+                return 0
+        return self._growth.release(reason, most)
+
+    def set_limit(self, nbytes: int) -> None:
+        """Bytes that reserved memory never grows past; 0 = none.
+
+        Below what is reserved now, idle memory goes at once and the rest as it is freed.
+        """
+        nbytes = check_request(nbytes)
+        self._registry.check_usable()
+        with self._lock:
+            self._growth.limit = nbytes
+        if nbytes and self._growth.held > nbytes:
+            self._careful = True
+            self._shrink()
+
+    def _shrink(self) -> None:
+        if self._give_back("limit", self._growth.limit) == 0 and self._growth.held > self._growth.limit:
+            self._careful = True
+
+    def settle(self) -> None:
+        """Wait on the host until nothing known is in flight; then everything that was freed is idle.
+
+        What cannot be waited for stays: streams that capture, orphans (see `stats().orphaned_bytes`).
+        """
+        self._registry.check_usable()
+        self._ladder.wait_for_all()
+
+    def abandon(self, stream: object) -> None:
+        """Declare the work of a poisoned stream over (R11); ValueError if it is not poisoned.
+
+        Only for a stream whose progress can no longer be known and whose memory nobody uses any more.
+        """
+        line = stream.line if isinstance(stream, Stream) else target(self.device, stream)[0]
+        if line.poisoned is None:
+            raise ValueError(f"{line!r} is not poisoned; wait for it with settle()")
+        with self._registry.lock:
+            self._registry.complete(line, line.close_seqno()[0])
+            self._registry.advance_context()
+
+    def on_out_of_memory(self, callback: Callable[[int], bool]) -> CallbackHandle:
+        """Call `callback(nbytes)` before giving up on a request; True means "try again".  Outside every lock."""
+        if not callable(callback):
+            raise TypeError(f"callback must be callable, not {type(callback).__name__}")
+        self._ladder.callbacks.append(callback)
+        return CallbackHandle(self._ladder.callbacks, callback)
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """True once the pool has been closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """No new allocations.  Live ones stay valid; the memory goes back to the driver with the last of them.
+
+        What is still in flight goes back at a later public call of any pool.  Twice is harmless.
+        """
+        if self._closed:
+            return
+        self._closed = self._careful = True
+        _pools.discard(self)
+        _leaving.append(self)
+        reap()
+
+    def _reap(self) -> bool:
+        """Of a closed pool: give back what is idle by now.  True if nothing is left."""
+        if self._registry.forked or self._registry.lost:
+            return True
+        self._growth.limit = 0
+        self._sealing.end_finished()
+        with self._lock:
+            self._accounts.mark()
+            self._frees.drain()
+            self._shelves.flush()
+            lines = self._shelves.waiting()
+        if lines:
+            self._sealing.poll(lines)
+            self._ladder.ask(lines)
+        with self._lock:
+            self._accounts.mark()
+            self._shelves.refresh()
+            self._accounts.mark()
+            stalls = self._growth.backing.stalls and self._accounts.in_flight() > 0
+        if not stalls:
+            self._growth.release("close", 1 << 62)
+        if self._growth.empty and not self.frees:
+            self._growth.close()
+            return True
+        return False
+
+    def __enter__(self) -> CachingAllocator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Nobody can allocate from it any more, and every allocation from it has gone (each holds its pool).
+        # A finaliser only queues (DESIGN 5): the next public call of any pool gives the memory back.
+        if getattr(self, "_closed", True) is False:
+            self._closed = self._careful = True
+            _leaving.append(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{format_size(self._heap.reserved)} reserved"
+        return f"<CachingAllocator {self.name!r} on {self.device.label}: {state}>"
+
+
+class CallbackHandle:
+    """Takes an out-of-memory callback back with `remove()`."""
+
+    def __init__(self, callbacks: list[Callable[[int], bool]], callback: Callable[[int], bool]) -> None:
+        self._callbacks = callbacks
+        self._callback = callback
+
+    def remove(self) -> None:
+        """The callback is not called any more.  Twice is harmless."""
+        if self._callback in self._callbacks:
+            self._callbacks.remove(self._callback)
+
+
+class _Nowhere:
+    """The home of empty allocations: there is nothing to give back."""
+
+    def __init__(self) -> None:
+        self.frees: deque[Any] = deque(maxlen=0)
+
+    def declare_use(self, allocation: Allocation, stream: object) -> None:
+        """Nothing is in use."""
+        if allocation.closed:
+            raise ValueError("record_stream on a closed allocation: declare the use before the free")
+
+    def free(self, allocation: Allocation, stream: object) -> None:
+        """Nothing to free."""
+        allocation._generation = -1
+
+
+_NOWHERE = _Nowhere()
+
+
+def reap() -> None:
+    """Serve the pools that have gone with memory in flight.  Called by every public call off the hot path."""
+    for _ in range(len(_leaving)):
+        try:
+            pool = _leaving.popleft()
+        except IndexError:
+            return
+        try:
+            done = pool._reap()
+        except DriverError:
+            done = False
+        if not done:
+            _leaving.append(pool)
+
+
+def _after_fork_in_child() -> None:
+    _leaving.clear()
+    for pool in list(_pools):
+        pool._careful = True  # the next allocation raises ForkError before it touches a lock
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,431 @@
+"""Where free blocks lie, by who may take them.
+
+    bins     exact sizes, one set a stream: freed there, used by nobody else.  The hot path (R7)
+    own      one index a stream: in flight, but the stream itself may take them at once
+    idle     one index: finished, safe for every stream
+    shared   one index: in flight for more than one stream, or for users that are only assumed
+
+A block on `own` or `shared` is *watched*: noted under the first seqno that it waits for, and looked at again
+when that is complete.  So a block moves a few times in its life, whatever the number of streams.
+
+Idle neighbours merge at once.  In flight, only neighbours with the same stamp do: joining a finished block to
+a busy one would take it from everybody (R7); `gather` does that on purpose, when the alternative is growing.
+
+Under the pool's lock; no driver call.  Next: ladder.py, the one place that decides the order of all this.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+
+from allocator.blocks import IDLE, KINDS, LIVE, MANY, NOBODY, RETIRED, BestFit, Bin, Block, Heap, Owner
+from allocator.config import REUSE_KINDS, Config
+from allocator.events import EMPTY, VectorClock
+from allocator.sizes import QUANTUM
+from allocator.streams import CONTEXT, Registry, Timeline
+
+SCAN = 32
+"""Blocks looked at, best fit first, where some of them may turn out not to be takeable."""
+
+
+class Shelves:
+    """All free blocks of one pool."""
+
+    def __init__(self, heap: Heap, registry: Registry, config: Config) -> None:
+        self._heap = heap
+        self._registry = registry
+        self.bins: tuple[dict[Owner, dict[int, Bin]], dict[Owner, dict[int, Bin]]] = ({}, {})
+        """Bins of declared and of assumed uses, by owner and size."""
+        self.idle = [BestFit() for _ in KINDS]
+        self.own: tuple[dict[int, BestFit], ...] = tuple({} for _ in KINDS)
+        self.shared = [BestFit() for _ in KINDS]
+        self._watch: dict[int, dict[int, list[tuple[Block, int]]]] = {}
+        self._watched = 0
+        self._version = -1
+        self._edges = config.uses == "declared"  # R6
+        self._any_kind = config.reuse >= set(REUSE_KINDS)
+        self._reuse = config.reuse
+        self.stamped: set[int] = set()
+        """Streams named by frees that passed the bins by; a stream is taken out when it is sealed."""
+        self.assumed = False
+        """True once uses that are only assumed have been stamped."""
+        self.past_hits: Counter[int] = Counter()
+        """Allocations by size that bins of ended streams served."""
+        self.aged: list[int] = []
+        """ns that blocks spent in flight here, since last read: for the histogram."""
+
+    # -- putting blocks down --------------------------------------------------------------------
+
+    def place(self, block: Block) -> None:
+        """Put a free block where it belongs by its stamp, and merge it with its neighbours as R7 allows."""
+        registry = self._registry
+        left = registry.unfinished(block.stamp)
+        if not left:
+            block.state = IDLE
+            if block.since:
+                self.aged.append(registry.device.clock_ns() - block.since)
+                block.since = 0
+            shelf = self.idle[block.kind]
+            other = block.prev
+            if other is not None and other.shelf is shelf:
+                shelf.remove(other)
+                block = self._heap.merge(other, block)
+            other = block.next
+            if other is not None and other.shelf is shelf:
+                shelf.remove(other)
+                block = self._heap.merge(block, other)
+            shelf.add(block)
+            return
+        block.state = RETIRED
+        if not block.since:
+            block.since = registry.device.clock_ns()
+        shelf = self._shelf_for(block, left)
+        stamp = block.stamp
+        other = block.prev
+        if other is not None and other.shelf is shelf and other.stamp == stamp and other.owner is block.owner:
+            shelf.remove(other)
+            block = self._heap.merge(other, block)
+        other = block.next
+        if other is not None and other.shelf is shelf and other.stamp == stamp and other.owner is block.owner:
+            shelf.remove(other)
+            block = self._heap.merge(block, other)
+        shelf.add(block)
+        self._note(block, left)
+
+    def _shelf_for(self, block: Block, left: VectorClock) -> BestFit:
+        """`own` if one stream may take it at once: the only unfinished user, or an owner with assumed ones (R3)."""
+        owner = block.owner.number if block.owner is not None else 0
+        users = [number for number in left.at if number != CONTEXT]
+        if CONTEXT in left.at:
+            mine = owner if owner and all(number == owner for number in users) else 0
+        else:
+            mine = users[0] if len(users) == 1 else 0
+        if not mine:
+            return self.shared[block.kind]
+        own = self.own[block.kind]
+        shelf = own.get(mine)
+        if shelf is None:
+            shelf = own[mine] = BestFit()
+        return shelf
+
+    def _note(self, block: Block, left: VectorClock) -> None:
+        """Watch the block under the first seqno that it waits for; the context last, as it covers the rest."""
+        number, seqno = max(left.items())  # CONTEXT is 0, so a stream if there is one
+        self._watch.setdefault(number, {}).setdefault(seqno, []).append((block, block.generation))
+        self._watched += 1
+        if self._watched > 64 + 4 * (
+            sum(map(len, self.shared)) + sum(len(i) for own in self.own for i in own.values())
+        ):
+            self._forget_stale()
+
+    def _forget_stale(self) -> None:
+        self._watched = 0
+        for number, by_seqno in list(self._watch.items()):
+            for seqno, notes in list(by_seqno.items()):
+                fresh = [note for note in notes if note[0].generation == note[1] and note[0].shelf is not None]
+                if fresh:
+                    by_seqno[seqno] = fresh
+                    self._watched += len(fresh)
+                else:
+                    del by_seqno[seqno]
+            if not by_seqno:
+                del self._watch[number]
+
+    def flush(self, owner: Owner | None = None) -> bool:
+        """Empty the bins, of one owner or of all, into the indexes.  True if there was anything in them."""
+        any_there = False
+        for bins in self.bins:
+            for line in [owner] if owner is not None else list(bins):
+                sizes = bins.get(line)
+                if sizes is None:
+                    continue
+                for bin_ in sizes.values():
+                    any_there |= bool(bin_)
+                    while bin_:
+                        block = bin_.pop()
+                        block.generation += 1
+                        self.place(block)
+                if line.ended:  # later frees of its blocks see that it has ended, and pass the bins by
+                    for size, bin_ in bins.pop(line).items():
+                        self.past_hits[size] += bin_.hits
+        return any_there
+
+    def flush_finished(self, most: int) -> None:
+        """Move what is finished from the bins to `idle`, at most `most` blocks, oldest first."""
+        completed = self._registry.context.completed
+        for bins in self.bins:
+            for sizes in list(bins.values()):
+                for bin_ in sizes.values():
+                    if bin_ and most > 0:
+                        n = min(most, self.finished_in(bin_, completed))
+                        most -= n
+                        blocks = bin_[:n]
+                        del bin_[:n]
+                        for block in blocks:
+                            block.generation += 1
+                            self.place(block)
+
+    def finished_in(self, bin_: Bin, context_completed: int) -> int:
+        """How many blocks of a bin, from its bottom, are known to be finished.  O(log n): seqnos only grow."""
+        number = bin_.owner.number
+        line = self._registry.lines.get(number)
+        n = len(bin_) if line is None else bisect_right(bin_, line.completed, key=lambda b: b.stamp.at[number])
+        if bin_.assumed:
+            n = min(n, bisect_right(bin_, context_completed, key=lambda b: b.stamp.at[CONTEXT]))
+        return n
+
+    def refresh(self) -> bool:
+        """Look again at the blocks whose watched seqno is complete now.  True if any has moved."""
+        registry = self._registry
+        if registry.version == self._version:
+            return False
+        self._version = registry.version
+        moved = False
+        for number in list(self._watch):
+            line = registry.lines.get(number)
+            done = registry.context.completed if number == CONTEXT else line.completed if line is not None else None
+            by_seqno = self._watch[number]
+            for seqno in [q for q in by_seqno if done is None or q <= done]:
+                for block, generation in by_seqno.pop(seqno):
+                    self._watched -= 1
+                    if block.generation == generation and block.shelf is not None and block.state == RETIRED:
+                        block.shelf.remove(block)
+                        block.generation += 1
+                        self.place(block)
+                        moved = True
+            if not by_seqno:
+                del self._watch[number]
+            if done is None:
+                for own in self.own:
+                    if number in own and not own[number]:
+                        del own[number]
+        return moved
+
+    def waiting(self) -> list[Timeline]:
+        """The streams that free blocks wait for, as far as is known at once; bins included.  O(streams)."""
+        lines = self._registry.lines
+        numbers = self._watch.keys() | self.stamped
+        for bins in self.bins:
+            numbers.update(owner.number for owner, sizes in bins.items() if any(sizes.values()))
+        return [lines[n] for n in numbers if n in lines]
+
+    def unsealed(self, line: Timeline) -> bool:
+        """Has memory been freed on the stream that no event of ours is behind?  An upper bound.  O(seqnos watched)."""
+        if line.number in self.stamped or any(seqno > line.sealed for seqno in self._watch.get(line.number, ())):
+            return True
+        return any(any(bins[line].values()) for bins in self.bins if line in bins)
+
+    def retired(self) -> Iterator[Block]:
+        """Every block in flight, bins apart."""
+        for own in self.own:
+            for shelf in own.values():
+                yield from shelf
+        for shelf in self.shared:
+            yield from shelf
+
+    # -- picking blocks up ----------------------------------------------------------------------
+
+    def take(self, line: Timeline, size: int, kind: int) -> tuple[Block, str] | None:
+        """Steps 1 and 2, which compete on fit: the stream's own in flight, and idle ones."""
+        own = self.own[kind].get(line.number)
+        mine = own.find(size) if own is not None else None
+        free = self.idle[kind].find(size)
+        if free is not None and not self._any_kind and not self._allowed(free, line):
+            free = next((b for b in self.idle[kind].from_size(size) if self._allowed(b, line)), None)
+        if mine is not None and not self._any_kind and not self._allowed(mine, line):
+            mine = next((b for b in own.from_size(size) if self._allowed(b, line)), None) if own is not None else None
+        if mine is None or (free is not None and free.size < mine.size):
+            mine = free
+        return None if mine is None else self._serve(mine, line, size)
+
+    def take_covered(self, line: Timeline, size: int, kind: int) -> tuple[Block, str] | None:
+        """Step 3: what the stream has already waited for; the best fit among a few of each shelf."""
+        if "event_dependency" not in self._reuse:
+            return None
+        best: Block | None = None
+        for shelf in self._covering(line, kind):
+            for looked, block in enumerate(shelf.from_size(size)):
+                if looked >= SCAN or (best is not None and block.size >= best.size):
+                    break
+                if self._known(block, line):
+                    best = block
+                    break
+        return None if best is None else self._serve(best, line, size)
+
+    def _covering(self, line: Timeline, kind: int) -> Iterator[BestFit]:
+        """Shelves that may hold what `line` has waited for, or reaches through legacy (R6)."""
+        own = self.own[kind]
+        numbers = set(line.clock.at)
+        if self._edges and line.kind.blocking:
+            numbers.add(self._registry.legacy.number)
+        elif self._edges and line is self._registry.legacy:
+            lines = self._registry.lines
+            numbers.update(n for n in own if n in lines and lines[n].kind.blocking)
+        for number in numbers & own.keys() if len(numbers) > len(own) else [n for n in numbers if n in own]:
+            if number != line.number:
+                yield own[number]
+        yield self.shared[kind]
+
+    def _known(self, block: Block, line: Timeline) -> bool:
+        return self._registry.known(block.stamp, line, exempt=block.owner is line, legacy_edges=self._edges)
+
+    def takeable(self, block: Block | None, line: Timeline) -> bool:
+        """May `line` take this block as it is, by steps 1 to 3?"""
+        if block is None or block.shelf is None:
+            return False
+        if block.shelf is self.idle[block.kind] or block.shelf is self.own[block.kind].get(line.number):
+            return self._any_kind or self._allowed(block, line)
+        return "event_dependency" in self._reuse and self._known(block, line)
+
+    def reuse_kind(self, block: Block, line: Timeline) -> str:
+        """How this would count; the first that holds."""
+        if block.sole == line.number:
+            return "same_stream"
+        if block.sole == NOBODY:
+            return "new_memory"
+        return "event_dependency" if self._by_clock(block.stamp, line) else "opportunistic"
+
+    def _by_clock(self, stamp: VectorClock, line: Timeline) -> bool:
+        """stamp <= clock(S): everything in it is the stream's own, was waited for, or lies behind legacy."""
+        at = line.clock.at
+        for number, seqno in stamp.items():
+            if number == line.number or at.get(number, 0) >= seqno:
+                continue
+            other = self._registry.lines.get(number)
+            if self._edges and other is not None:
+                if other is self._registry.legacy and line.kind.blocking:
+                    continue
+                if line is self._registry.legacy and other.kind.blocking:
+                    continue
+            return False
+        return True
+
+    def _allowed(self, block: Block, line: Timeline) -> bool:
+        return self.reuse_kind(block, line) in self._reuse
+
+    def _serve(self, block: Block, line: Timeline, size: int) -> tuple[Block, str]:
+        reuse = self.reuse_kind(block, line)
+        return self.carve(block, size), reuse
+
+    def carve(self, block: Block, size: int) -> Block:
+        """Take a block off its shelf and put what is more than `size` back."""
+        if block.shelf is not None:
+            block.shelf.remove(block)
+        block.generation += 1
+        if block.size - size >= QUANTUM:
+            self.place(self._heap.split(block, size))
+        return block
+
+    def hand_out(self, block: Block, line: Timeline, size: int, assumed: bool) -> None:
+        """Make a block on no shelf LIVE, owned by `line`; what it could be taken for in spite of is carried on (R6)."""
+        carried = EMPTY
+        if block.state == RETIRED:
+            at = line.clock.at
+            left = self._registry.unfinished(block.stamp)
+            kept = {n: q for n, q in left.items() if n != line.number and at.get(n, 0) < q}
+            if assumed:
+                kept.pop(CONTEXT, None)  # the next stamp names a later seqno of the context
+            if kept:
+                carried = VectorClock(kept)
+        block.state = LIVE
+        block.since = 0
+        block.stamp = carried
+        block.users = None
+        block.assumed = assumed
+        block.owner = line
+        block.sole = line.number if not carried else MANY
+        block.bin = None if carried else self.bin(line, size, assumed)
+
+    def bin(self, owner: Owner, size: int, assumed: bool) -> Bin:
+        """The bin for blocks of exactly `size` bytes that `owner` frees."""
+        bins = self.bins[assumed]
+        self.assumed |= assumed
+        sizes = bins.get(owner)
+        if sizes is None:
+            sizes = bins[owner] = {}
+        found = sizes.get(size)
+        if found is None:
+            found = sizes[size] = Bin(owner, size, assumed)
+        return found
+
+    def gather(self, line: Timeline, size: int, kind: int) -> Block | None:
+        """Neighbours that the stream may all take, joined on purpose into the smallest run that is enough.
+
+        The joined block is on no shelf.  O(blocks of the stream's own and of what it has waited for).
+        """
+        best: tuple[int, list[Block]] | None = None
+        seen: set[Block] = set()
+        shelves = [self.own[kind].get(line.number), *self._covering(line, kind)]
+        for shelf in shelves:
+            for block in list(shelf or ()):
+                if block in seen or not self.takeable(block, line):
+                    continue
+                run = self._run(block, line)
+                seen.update(run)
+                total = sum(b.size for b in run)
+                if total < size:
+                    continue
+                for end in (0, -1):  # no more than is needed: what is joined is tied to the busiest part (R7)
+                    while total - run[end].size >= size:
+                        total -= run.pop(end).size
+                if best is None or total < best[0]:
+                    best = (total, list(run))
+        if best is None:
+            return None
+        first, *rest = best[1]
+        for block in best[1]:
+            if block.shelf is not None:
+                block.shelf.remove(block)
+        for block in rest:
+            first = self._heap.merge(first, block)
+        return first
+
+    def _run(self, block: Block, line: Timeline) -> list[Block]:
+        run = [block]
+        while (other := run[-1].prev) is not None and self.takeable(other, line):
+            run.append(other)
+        run.reverse()
+        while (other := run[-1].next) is not None and self.takeable(other, line):
+            run.append(other)
+        return run
+
+    # -- numbers --------------------------------------------------------------------------------
+
+    def idle_bytes(self) -> int:
+        """Bytes known to be safe for everyone, bins apart."""
+        return sum(shelf.nbytes for shelf in self.idle)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every free block lies where its stamp says.  O(blocks)."""
+        registry = self._registry
+        for kind in KINDS:
+            for shelf in (self.idle[kind], self.shared[kind], *self.own[kind].values()):
+                shelf.check()
+                assert all(block.kind == kind for block in shelf)
+            for block in self.idle[kind]:
+                assert block.state == IDLE and registry.done(block.stamp), block
+                assert block.next is None or block.next.shelf is not self.idle[kind], ("not merged", block)
+            for number, shelf in self.own[kind].items():
+                for block in shelf:
+                    mine = block.owner.number if block.owner is not None else 0
+                    allowed = {number} | ({CONTEXT} if mine == number else set())
+                    assert block.state == RETIRED and set(registry.unfinished(block.stamp).at) <= allowed, block
+            assert all(block.state == RETIRED for block in self.shared[kind])
+        watched = {
+            id(block)
+            for by in self._watch.values()
+            for notes in by.values()
+            for block, gen in notes
+            if block.generation == gen
+        }
+        for block in self.retired():
+            assert id(block) in watched, ("not watched", block)
+        for assumed, bins in enumerate(self.bins):
+            for by, sizes in bins.items():
+                for size, bin_ in sizes.items():
+                    for block in bin_:
+                        assert block.shelf is None and block.size == size and block.owner is by, block
+                        names = {by.number, CONTEXT} if assumed else {by.number}
+                        assert set(block.stamp.at) <= names, ("a bin holds its owner's only (R7)", block)

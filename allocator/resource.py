@@ -1,0 +1,28 @@
+"""What the integrations need of a pool: declarations only, so that lower layers can name it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol, runtime_checkable
+
+from allocator.allocation import Allocation
+
+
+@runtime_checkable
+class MemoryResource(Protocol):
+    """Anything that hands out device memory in stream order."""
+
+    def allocate(self, nbytes: int, stream: object = None) -> Allocation:
+        """`nbytes` for use on `stream`, at once."""
+
+
+class Home(Protocol):
+    """The pool of an `Allocation`, as the allocation sees it."""
+
+    frees: deque[Any]
+
+    def declare_use(self, allocation: Allocation, stream: object) -> None:
+        """`Allocation.record_stream`."""
+
+    def free(self, allocation: Allocation, stream: object) -> None:
+        """`Allocation.close` where it has work to do beyond queueing the free."""
