@@ -22,7 +22,7 @@ from allocator.traces import (
     Result,
     json_line,
     read_trace,
-    replay,
+    replay_trace,
     summarize,
     table,
     verdict,
@@ -131,7 +131,7 @@ def _replay_one(path: str, policies: list[str], arguments: argparse.Namespace, *
         device = _open(arguments)
         config = replace(Config.from_env(device_memory=device.total_memory), limit=arguments.limit, uses=arguments.uses)
         with Meter(f"{policy}, {path}") as meter:
-            one = replay(
+            one = replay_trace(
                 trace,
                 summary,
                 device,

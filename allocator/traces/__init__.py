@@ -11,7 +11,7 @@ from allocator.traces.plot import PlotFile
 from allocator.traces.pools import POLICIES
 from allocator.traces.progress import Meter
 from allocator.traces.reader import Summary, read_trace, summarize
-from allocator.traces.replay import Replay, Result, replay
+from allocator.traces.replay import Replay, Result, replay_trace
 from allocator.traces.report import json_line, table, verdict
 from allocator.traces.row import Row, Trace, TraceError
 
@@ -27,7 +27,7 @@ __all__ = [
     "TraceError",
     "json_line",
     "read_trace",
-    "replay",
+    "replay_trace",
     "summarize",
     "table",
     "verdict",

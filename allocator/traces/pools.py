@@ -23,10 +23,18 @@ POLICIES: Final = ("weir", "per-stream")
 _SHARED: Final = -1
 
 
+def gauges(pool: CachingAllocator) -> tuple[int, int]:
+    """(reserved, in flight) bytes of a pool, as it knows them at this moment.
+
+    Not `stats()`: that asks the driver how far the streams are, and asking changes what is reused.
+    """
+    return pool._heap.reserved, pool._accounts.in_flight()
+
+
 class Pools:
     """Allocates for numbered streams under a policy, and keeps the sums over all its pools.
 
-    reserved, in_flight: bytes now.  peak_reserved, peak_in_flight: the most since the beginning.
+    reserved, in_flight: bytes now.  peak_reserved, peak_in_flight: the most seen since the beginning.
     """
 
     def __init__(self, device: Device, policy: str, config: Config) -> None:
@@ -86,7 +94,7 @@ class Pools:
 
     def _look(self, key: int, pool: CachingAllocator) -> None:
         before = self._seen[key]
-        now = (pool.reserved_bytes, pool.in_flight_bytes)
+        now = gauges(pool)
         if now == before:
             return
         self._seen[key] = now
@@ -96,9 +104,18 @@ class Pools:
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
 
     def totals(self) -> dict[str, Any]:
-        """The counters of all pools, added up: `reuse`, `stream_waits`, `event_records`, `event_queries`."""
+        """What the pools have counted, by the names of `Result`: the counters added up, and the peaks.
+
+        Asks the driver, so only at the end.  A pool knows its own peaks best; of several only the sums that
+        were seen from outside, after each call, are peaks at one moment.
+        """
         every = [pool.stats() for pool in self._pools.values()]
+        if len(every) == 1:
+            self.peak_reserved = max(self.peak_reserved, every[0].peak_reserved_bytes)
+            self.peak_in_flight = max(self.peak_in_flight, every[0].peak_in_flight_bytes)
         return {
+            "peak_reserved_bytes": self.peak_reserved,
+            "peak_in_flight_bytes": self.peak_in_flight,
             "reuse": {kind: sum(stats.allocations.get(kind, 0) for stats in every) for kind in REUSE_KINDS},
             "stream_waits": sum(stats.stream_waits for stats in every),
             "event_records": sum(stats.event_records for stats in every),

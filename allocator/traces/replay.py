@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from allocator.allocation import Allocation
 from allocator.config import Config
@@ -79,7 +78,7 @@ class Replay:
     launches: int = 0
 
 
-def replay(
+def replay_trace(
     trace: Trace,
     summary: Summary,
     device: Device,
@@ -216,6 +215,12 @@ class _Run:
         target, pools, summary = self._target, self._pools, self._summary
         result.virtual_seconds = target.drain() / 1e9
         stalled = target.stalled_ns()
+        result.driver_calls = dict(sorted(target.calls().items()))
+        for (
+            key,
+            value,
+        ) in pools.totals().items():  # before the blocks left over are freed: that is not the program's doing
+            setattr(result, key, value)
         for allocation, number in self._live.values():
             self._close(allocation, number)
         self._live.clear()
@@ -224,12 +229,6 @@ class _Run:
         result.allocations = self._allocations
         result.oom = self._oom
         result.peak_live_bytes = summary.peak_live_bytes
-        result.peak_reserved_bytes = pools.peak_reserved
-        result.peak_in_flight_bytes = pools.peak_in_flight
-        result.driver_calls = dict(sorted(target.calls().items()))
-        totals: dict[str, Any] = pools.totals()
-        for key, value in totals.items():
-            setattr(result, key, value)
         try:
             pools.check()
         except AssertionError as error:

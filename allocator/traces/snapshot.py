@@ -177,8 +177,8 @@ def _judge(path: str, data: bytes) -> None:
     """
     at, end = 0, len(data)
     while True:
-        run = _RUN.match(data, at)
-        at = run.end() if run else at
+        if at < end and (run := _RUN.match(data, at)):
+            at = run.end()
         if at >= end:
             raise TraceError(path, 0, "the pickle is cut off")
         code = data[at]

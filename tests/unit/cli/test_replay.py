@@ -107,7 +107,7 @@ def test_assumed_uses_are_passed_on(weir: Any, small: Path, monkeypatch: pytest.
         seen.append((options["config"].uses, options["config"].limit, options["speed"]))
         return Replay(Result("t", "weir", "d"))
 
-    monkeypatch.setattr(command, "replay", spy)
+    monkeypatch.setattr(command, "replay_trace", spy)
     weir(small, "--uses", "assumed", "--limit", "1GiB", "--speed", "1.5")
     weir(small, "--policy", "weir")
     assert seen == [("assumed", 1 << 30, 1.5)] * 2 + [("declared", 0, 1.0)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from allocator.config import Config
-from allocator.traces import Replay, read_trace, replay, summarize
+from allocator.traces import Replay, read_trace, replay_trace, summarize
 from tests.unit.traces.fakes import FakeDevice, FakePool, FakeStream, FakeTarget
 
 Write = Callable[..., str]
@@ -20,8 +19,8 @@ HEADER = "time_ns,op,stream,pointer,bytes,gpu_start_ns,gpu_duration_ns\n"
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr("allocator.traces.pools.CachingAllocator", FakePool)
-    # The package's attribute `replay` is the function, so the module is fetched by name.
-    monkeypatch.setattr(importlib.import_module("allocator.traces.replay"), "Stream", FakeStream)
+    monkeypatch.setattr("allocator.traces.pools.gauges", lambda pool: (pool.reserved_bytes, pool.in_flight_bytes))
+    monkeypatch.setattr("allocator.traces.replay.Stream", FakeStream)
     return FakeDevice()
 
 
@@ -32,7 +31,7 @@ def play(write: Write, device: FakeDevice) -> Play:
     def play(rows: str, *, header: str = HEADER, **options: Any) -> Replay:
         trace = read_trace(write(header + rows))
         fake: Any = device
-        return replay(trace, summarize(trace), fake, target=FakeTarget(device), **options)
+        return replay_trace(trace, summarize(trace), fake, target=FakeTarget(device), **options)
 
     return play
 
