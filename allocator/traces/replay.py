@@ -17,6 +17,7 @@ Next: pools.py (the policies), targets.py (simulated or real), report.py (the nu
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from allocator.allocation import Allocation
@@ -97,16 +98,18 @@ def replay_trace(
     """
     if not speed > 0:
         raise ValueError(f"speed must be above 0, got {speed}")
+    name = describe(device)  # asks a GPU's driver, which is not to be counted
     began = time.perf_counter()
     run = _Run(summary, device, policy, config or Config(), speed, Series(3) if series else None, target)
-    run.play(trace, meter)
-    result = run.finish(Result(trace=trace.path, policy=policy, device=describe(device)))
+    with run.session():
+        run.play(trace, meter)
+        result = run.finish(Result(trace=trace.path, policy=policy, device=name))
     result.seconds = time.perf_counter() - began
     return Replay(result, run.broken, run.series, summary.launches)
 
 
 def describe(device: Device) -> str:
-    """A device in words: "simulated, 1.00 TiB" or its product name and number."""
+    """A device in words: its product name and its label."""
     return f"{device.name} ({device.label})"
 
 
@@ -137,6 +140,10 @@ class _Run:
         self._live_bytes = 0
         self._skipped = self._allocations = self._oom = self._rows = 0
         self._target = target or target_for(device)  # last: from here on its clock runs
+
+    def session(self) -> AbstractContextManager[object]:
+        """Around `play` and `finish`."""
+        return self._target.session()
 
     def play(self, trace: Trace, meter: Meter | None) -> None:
         """Issue every row."""

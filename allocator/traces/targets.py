@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
 from allocator.devices import PER_THREAD, CudaDevice, Device, SimDevice
@@ -24,6 +25,9 @@ class Target(Protocol):
     """One device during one replay."""
 
     device: Device
+
+    def session(self) -> AbstractContextManager[object]:
+        """Everything else happens within this."""
 
     def reach(self, time_ns: int) -> None:
         """Let the host clock get to the recorded time plus every host wait so far."""
@@ -72,6 +76,9 @@ class SimTarget:
         self.attach = gpu.attach
         self.detach = gpu.detach
 
+    def session(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def reach(self, time_ns: int) -> None:
         gpu = self._gpu
         now = gpu.now_ns
@@ -119,6 +126,10 @@ class CudaTarget:
         self._began = time.monotonic_ns()
         self._shift = 0
 
+    def session(self) -> AbstractContextManager[object]:
+        """The context stays current all the time, as in a program; it costs us several calls a row otherwise."""
+        return self._gpu.scope()
+
     def reach(self, time_ns: int) -> None:
         due = self._began + time_ns + self._shift
         left = due - time.monotonic_ns()
@@ -134,8 +145,7 @@ class CudaTarget:
         return time.monotonic_ns() - self._began
 
     def launch(self, stream: Any, duration_ns: int) -> None:
-        with self._gpu.scope():
-            self._gpu.spin(stream.handle, duration_ns)
+        self._gpu.spin(stream.handle, duration_ns)
 
     def attach(self, stream: Any, allocation: Any) -> None:
         """Spinning kernels touch no memory."""
@@ -144,8 +154,7 @@ class CudaTarget:
         """Spinning kernels touch no memory."""
 
     def drain(self) -> int:
-        with self._gpu.scope():
-            self._gpu.ctx_synchronize()
+        self._gpu.ctx_synchronize()
         return self.elapsed_ns()
 
     def calls(self) -> Counter[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,9 @@ class FakeTarget:
         self.device: Any = device
         self.log = device.log
         self.now = 0
+
+    def session(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def reach(self, time_ns: int) -> None:
         self.now = time_ns

@@ -90,7 +90,8 @@ def test_on_a_gpu_launches_spin_and_calls_are_counted_from_the_beginning() -> No
     target = target_for(gpu)
     assert isinstance(target, CudaTarget)
     assert gpu.spun == [(2, 0)]  # the kernel is loaded
-    target.launch(HandleOnly(), 700)
+    with target.session():
+        target.launch(HandleOnly(), 700)
     assert gpu.spun[1:] == [(0x55, 700)]
     assert target.calls() == Counter({"cuLaunchKernel": 1})
     assert target.drain() <= target.elapsed_ns()

@@ -1,0 +1,38 @@
+"""A replay on a GPU tells what the simulator tells.
+
+Time on a GPU is not exact, so peaks are compared with what the simulator gives for GPUs that are up to 20 %
+slower or faster, and kinds of reuse with 10 points of tolerance.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allocator.config import REUSE_KINDS
+from allocator.devices import CudaDevice, SimDevice
+from allocator.traces import Trace, read_trace, replay_trace, summarize
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVE = ROOT / "allocator/traces/samples/serve-8-streams.csv.gz"
+RESNET = ROOT / "tests/data/resnet50-train-prefetch.csv.gz"
+SPEEDS = (0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2)
+
+
+@pytest.mark.parametrize("path", [SERVE, RESNET], ids=lambda path: path.name.split(".")[0])
+def test_a_replay_on_a_gpu_equals_the_simulators(gpu: CudaDevice, path: Path) -> None:
+    trace: Trace = read_trace(path)
+    summary = summarize(trace)
+    real = replay_trace(trace, summary, gpu)
+    assert real.broken is None
+    simulated = [replay_trace(trace, summary, SimDevice(memory=1 << 40), speed=speed).result for speed in SPEEDS]
+    same = simulated[SPEEDS.index(1.0)]
+    assert real.result.races is None
+    for name in ("rows", "skipped", "allocations", "peak_live_bytes", "leaked_bytes", "oom"):
+        assert getattr(real.result, name) == getattr(same, name), name
+    for kind in REUSE_KINDS:
+        share = 100 * real.result.reuse[kind] / real.result.allocations
+        assert share == pytest.approx(100 * same.reuse[kind] / same.allocations, abs=10), kind
+    peaks = [result.peak_reserved_bytes for result in simulated]
+    assert min(peaks) <= real.result.peak_reserved_bytes <= max(peaks)
