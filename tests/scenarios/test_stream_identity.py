@@ -51,7 +51,7 @@ def test_s03_a_new_stream_under_an_old_handle_is_another_stream(
     block.close()
     if how == "close":
         old.close()
-    del old
+    del old, block  # an allocation holds its stream, also once it is closed
     new = Stream(gpu, non_blocking=non_blocking)
     if new.handle != handle:  # the stream's end is seen to by the next who makes one
         new = Stream(gpu, non_blocking=non_blocking)
