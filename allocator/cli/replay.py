@@ -51,9 +51,13 @@ examples:
   weir replay run.csv.gz --speed 1.05               on a GPU that is 5 % faster
   weir replay *.csv.gz --json | jq .peak_reserved_bytes
 
+sizes are digits, with KiB, MiB, GiB or TiB if you like: 512MiB
+
 exit status:
-  0  all went well       1  a race, a leak or a mismatch
-  2  wrong usage, or a trace that cannot be read       3  an allocation failed
+  0  all went well
+  1  a race, a leak, or a pool that contradicts itself
+  2  wrong usage, or a trace that cannot be read
+  3  an allocation failed
 """
 
 
