@@ -1,0 +1,294 @@
+"""S13, S14, S26: what is free of charge, and what may be waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+
+from allocator import CachingAllocator, OutOfMemoryError, SimDevice, Stream
+from tests.scenarios.lab import KIB, MIB, Lab, in_thread, overlap, read, span, used, write
+
+# -- S13: events -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("uses", ["auto", "declared", "assumed"])
+def test_s13_one_stream_for_ever_makes_no_driver_call_and_no_event(lab: Lab, gpu: SimDevice, uses: str) -> None:
+    pool = lab.pool(gpu, uses=uses)
+    s = Stream(gpu)
+    sizes = (512, 4 * KIB, MIB)
+    for size in sizes:
+        pool.allocate(size, stream=s).close()
+    before = Counter(gpu.calls)
+    for i in range(100_000):
+        pool.allocate(sizes[i % 3], stream=s).close()
+    assert Counter(gpu.calls) == before
+    assert gpu.calls["cuEventCreate"] == gpu.calls["cuEventRecord"] == 0
+    stats = pool.stats()
+    assert stats.events == {"idle": 0, "in_use": 0}
+    assert sum(stats.allocations.values()) == 100_003
+
+
+def test_s13_a_one_stream_program_shows_nothing_in_flight_once_it_has_run_dry(
+    gpu: SimDevice, pool: CachingAllocator
+) -> None:
+    s = Stream(gpu)
+    for size in (KIB, MIB, 8 * MIB) * 10:
+        used(pool, s, size).close()
+    gpu.run_until_idle()
+    stats = pool.stats()
+    assert (stats.in_flight_bytes, stats.allocated_bytes) == (0, 0)
+    assert stats.idle_bytes == stats.reserved_bytes > 0
+    assert gpu.calls["cuEventCreate"] == gpu.calls["cuEventRecord"] == 0
+    assert pool.trim() > 0
+    assert gpu.used_bytes == 0
+
+
+@pytest.mark.parametrize("streams", [2, 4, 16])
+@pytest.mark.parametrize("seal_frees", [16, 64])
+@pytest.mark.parametrize("uses", ["declared", "assumed"])
+def test_s13_in_the_steady_state_one_record_a_stream_for_every_seal_frees_frees(
+    lab: Lab, gpu: SimDevice, streams: int, seal_frees: int, uses: str
+) -> None:
+    pool = lab.pool(gpu, uses=uses, seal_frees=seal_frees)
+    lanes = [Stream(gpu) for _ in range(streams)]
+
+    def work(frees: int) -> None:
+        for i in range(frees):
+            used(pool, lanes[i % streams], MIB, duration_ns=100 * streams).close()
+            gpu.advance(200)
+
+    work(4096)
+    before = Counter(gpu.calls)
+    growths = pool.stats().growths
+    frees = 8192
+    work(frees)
+    calls = Counter(gpu.calls) - before
+    assert pool.stats().growths == growths, "not a steady state"
+    assert calls["cuEventCreate"] == 0
+    rounds = frees / seal_frees
+    assert calls["cuEventRecord"] + calls["cuCtxRecordEvent"] <= rounds * streams + streams
+    assert calls["cuEventRecord"] + calls["cuCtxRecordEvent"] + calls["cuStreamQuery"] > 0
+
+
+@pytest.mark.parametrize("assumed", [False, True])
+def test_s13_with_context_events_one_record_covers_all_streams(lab: Lab, gpu: SimDevice, assumed: bool) -> None:
+    pool = lab.pool(gpu, uses="assumed" if assumed else "auto", context_events=True)
+    lanes = [Stream(gpu) for _ in range(8)]
+    for i in range(4096):
+        used(pool, lanes[i % 8], MIB, duration_ns=1000).close()
+        gpu.advance(100)
+    before = Counter(gpu.calls)
+    for i in range(6400):
+        used(pool, lanes[i % 8], MIB, duration_ns=1000).close()
+        gpu.advance(100)
+    calls = Counter(gpu.calls) - before
+    assert calls["cuEventCreate"] == 0
+    if assumed:
+        assert calls["cuCtxRecordEvent"] <= 6400 / 64 + 1 and calls["cuEventRecord"] == 0
+
+
+def test_s13_with_cross_stream_frees_for_ever_the_number_of_events_levels_off(
+    gpu: SimDevice, pool: CachingAllocator
+) -> None:
+    a, b = Stream(gpu), Stream(gpu)
+    created: list[int] = []
+    for _ in range(10):
+        for _ in range(500):
+            block = used(pool, a, MIB, duration_ns=500)
+            b.wait_stream(a)
+            read(gpu, b, block, duration_ns=500)
+            block.record_stream(b)
+            block.close()
+            gpu.advance(600)
+        stats = pool.stats()
+        created.append(stats.events["idle"] + stats.events["in_use"])
+    assert created[-1] == created[1] <= 16
+    assert pool.stats().reserved_bytes <= 256 * MIB
+
+
+def test_s13_an_event_is_used_again_only_after_its_last_use_is_finished(lab: Lab, gpu: SimDevice) -> None:
+    pool = lab.pool(gpu, seal_frees=1)
+    a, b = Stream(gpu), Stream(gpu)
+    gpu.hold(a)
+    used(pool, a, 2 * MIB).close()
+    used(pool, b, 2 * MIB).close()
+    for _ in range(50):
+        used(pool, b, 2 * MIB).close()
+        gpu.advance(10_000)
+    assert pool.stats().in_flight_bytes >= 2 * MIB  # no other record of the same event has set A's free loose
+    gpu.resume(a)
+    gpu.run_until_idle()
+    assert pool.stats().in_flight_bytes == 0
+
+
+# -- S14: what may be waited for -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("need", ["release", "internal_dependency", "host_wait", "collect"])
+def test_s14_an_unrelated_stuck_stream_stops_nobody(lab: Lab, need: str) -> None:
+    gpu = lab.gpu(memory=64 * MIB)
+    reuse = frozenset({"opportunistic"}) if need == "host_wait" else None
+    pool = lab.pool(gpu, **({} if reuse is None else {"reuse": reuse}))
+    stuck, a, b = Stream(gpu), Stream(gpu), Stream(gpu)
+    mine = used(pool, stuck, 2 * MIB)
+    gpu.hold(stuck)  # until the host does something, which it does after the allocation
+    write(gpu, stuck, mine)
+    match need:
+        case "release":
+            small = [used(pool, a, 256 * KIB) for _ in range(8 * 31)]
+            small.clear()
+            a.synchronize()
+        case "internal_dependency" | "host_wait":
+            used(pool, a, 62 * MIB, duration_ns=1_000_000).close()
+        case "collect":
+            cycle: list[object] = [used(pool, a, 62 * MIB)]
+            cycle.append(cycle)
+            del cycle
+    big = pool.allocate(62 * MIB, stream=b)
+    write(gpu, b, big)
+    assert not stuck.query()
+    gpu.resume(stuck)
+
+
+def test_s14_with_plain_memory_a_trim_does_not_wait_for_an_unrelated_stuck_stream(lab: Lab, gpu: SimDevice) -> None:
+    """A plain free waits for the device, so it is left alone while any stream is busy (R13)."""
+    pool = lab.pool(gpu, backing="malloc")
+    stuck, a = Stream(gpu), Stream(gpu)
+    mine = used(pool, stuck, 2 * MIB)
+    used(pool, a, 8 * MIB).close()
+    a.synchronize()
+    gpu.hold(stuck)
+    write(gpu, stuck, mine)
+    pool.trim()  # must come back
+    assert not stuck.query()
+    gpu.resume(stuck)
+    gpu.run_until_idle()
+    stuck.synchronize()
+    pool.trim()
+    assert gpu.used_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemRelease"])
+def test_s14_others_allocate_and_free_while_one_reclaims(lab: Lab, call: str) -> None:
+    gpu = lab.gpu(memory=64 * MIB)
+    pool = lab.pool(gpu, seal_frees=4)
+    a, b, c = Stream(gpu), Stream(gpu), Stream(gpu)
+    warm = used(pool, c, KIB)
+    warm.close()
+    small = [used(pool, s, 256 * KIB) for s in (a, b) for _ in range(8 * 14)]
+    small.clear()
+    pool.stats()
+    worked: list[int] = []
+    gpu.run_until_idle()
+
+    me = threading.current_thread()
+
+    def meanwhile(name: str) -> None:
+        if name == call and len(worked) < 5 and threading.current_thread() is me:
+            worked.append(in_thread(lambda: used(pool, c, KIB, duration_ns=1).ptr))
+
+    gpu.before_call = meanwhile
+    big = pool.allocate(40 * MIB, stream=a)
+    gpu.before_call = None
+    assert worked
+    write(gpu, a, big)
+
+
+def test_s14_others_allocate_and_free_while_one_waits_on_the_host(lab: Lab) -> None:
+    gpu = lab.gpu(memory=64 * MIB)
+    pool = lab.pool(gpu, reuse=frozenset({"opportunistic"}), wait_timeout=10)
+    a, b, c = Stream(gpu), Stream(gpu), Stream(gpu)
+    used(pool, c, KIB).close()
+    gpu.hold(a)
+    used(pool, a, 60 * MIB).close()
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.append(pool.settle()), daemon=True)
+    thread.start()
+    for _ in range(200):
+        used(pool, c, KIB).close()
+    gpu.resume(a)
+    thread.join(30)
+    assert not thread.is_alive() and got == [None]
+    write(gpu, b, pool.allocate(60 * MIB, stream=b))
+
+
+def test_s14_the_wait_is_for_anything_that_serves_not_for_one_block(lab: Lab) -> None:
+    """Two blocks fit; the stream of the better one is stuck, the other finishes (R13)."""
+    gpu = lab.gpu(memory=64 * MIB)
+    pool = lab.pool(gpu, reuse=frozenset({"opportunistic"}))
+    stuck, a, b = Stream(gpu), Stream(gpu), Stream(gpu)
+    gpu.hold(stuck)
+    exact = used(pool, stuck, 30 * MIB)
+    other = used(pool, a, 32 * MIB, duration_ns=1_000_000)
+    where = span(other)
+    exact.close()
+    other.close()
+    got = pool.allocate(30 * MIB, stream=b)
+    assert overlap(got, where)
+    write(gpu, b, got)
+    gpu.resume(stuck)
+
+
+def test_s14_a_stuck_candidate_is_not_chosen_for_a_device_wait_when_another_one_fits(lab: Lab) -> None:
+    gpu = lab.gpu(memory=64 * MIB)
+    pool = lab.pool(gpu)
+    a, b = Stream(gpu), Stream(gpu)
+    used(pool, a, 64 * MIB, duration_ns=1_000_000).close()
+    got = pool.allocate(64 * MIB, stream=b)
+    write(gpu, b, got)
+    gpu.run_until_idle()
+    assert b.query()
+    with pytest.raises(OutOfMemoryError):
+        pool.allocate(MIB, stream=a)
+
+
+# -- S26: nothing at all ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backing", ["vmm", "malloc"])
+def test_s26_zero_bytes_are_a_valid_empty_allocation(lab: Lab, gpu: SimDevice, backing: str) -> None:
+    pool = lab.pool(gpu, backing=backing)
+    s = Stream(gpu)
+    kept = used(pool, s, MIB)
+    before, stats = Counter(gpu.calls), pool.stats()
+    empty = pool.allocate(0, stream=s)
+    assert (empty.ptr, empty.size, empty.requested, empty.closed) == (0, 0, 0, False)
+    assert empty.stream is s and empty.device_id == gpu.ordinal
+    empty.record_stream(Stream.legacy(gpu))
+    gpu.launch(s, writes=[empty])
+    for _ in range(3):
+        empty.close()
+    assert empty.closed
+    with pytest.raises(ValueError, match="closed"):
+        empty.record_stream(s)
+    with pool.allocate(0) as other:
+        assert other.ptr == 0
+    del other, empty
+    after = pool.stats()
+    before["cuLaunchKernel"] += 1
+    changed = Counter(gpu.calls) - before
+    assert set(changed) <= {"cuStreamIsCapturing", "cuStreamQuery", "cuCtxPushCurrent", "cuCtxPopCurrent",
+                            "cuThreadExchangeStreamCaptureMode"}  # of the two readings of statistics  # fmt: skip
+    assert (after.allocated_bytes, after.blocks, after.allocations, after.frees) == (
+        stats.allocated_bytes,
+        stats.blocks,
+        stats.allocations,
+        stats.frees,
+    )
+    kept.close()
+
+
+def test_s26_no_driver_call_at_all_for_zero_bytes(gpu: SimDevice, pool: CachingAllocator) -> None:
+    before = Counter(gpu.calls)
+    for _ in range(10):
+        pool.allocate(0).close()
+    assert Counter(gpu.calls) == before and gpu.used_bytes == 0
+
+
+@pytest.mark.parametrize("nbytes", [-1, -512, -(1 << 70)])
+def test_s26_a_negative_size_is_refused(gpu: SimDevice, pool: CachingAllocator, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="must not be negative"):
+        pool.allocate(nbytes)
+    assert gpu.calls.total() == 0
