@@ -77,11 +77,11 @@ def test_s13_with_context_events_one_record_covers_all_streams(lab: Lab, gpu: Si
     pool = lab.pool(gpu, uses="assumed" if assumed else "auto", context_events=True)
     lanes = [Stream(gpu) for _ in range(8)]
     for i in range(4096):
-        used(pool, lanes[i % 8], MIB, duration_ns=1000).close()
+        used(pool, lanes[i % 8], MIB, duration_ns=400).close()
         gpu.advance(100)
     before = Counter(gpu.calls)
     for i in range(6400):
-        used(pool, lanes[i % 8], MIB, duration_ns=1000).close()
+        used(pool, lanes[i % 8], MIB, duration_ns=400).close()
         gpu.advance(100)
     calls = Counter(gpu.calls) - before
     assert calls["cuEventCreate"] == 0

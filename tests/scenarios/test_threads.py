@@ -152,7 +152,7 @@ def _everything(gpu: SimDevice, pool: CachingAllocator) -> None:
     pool.settle()
     pool.stats()
     pool.snapshot()
-    pool.set_limit(8 * MIB)
+    pool.set_limit(48 * MIB)
     pool.set_limit(0)
     b.close()
 
@@ -204,6 +204,39 @@ def test_s16_a_driver_call_may_wait_for_another_thread_that_allocates(lab: Lab, 
     gpu.before_call = None
     pool.check()
     assert seen["cuEventRecord"] and seen["cuStreamQuery"]
+
+
+def test_s16_memory_on_its_way_back_to_the_driver_is_waited_for(lab: Lab) -> None:
+    """Another thread asks while all of the pool's memory is being given back: it gets some, and no error."""
+    gpu = lab.gpu(memory=64 * MIB)
+    pool = lab.pool(gpu, wait_timeout=5)
+    a, b = Stream(gpu), Stream(gpu)
+    blocks = [used(pool, a, 2 * MIB) for _ in range(31)]
+    blocks.clear()
+    a.synchronize()
+    pool.set_limit(62 * MIB)
+    me = threading.current_thread()
+    got: list[Any] = []
+    threads: list[threading.Thread] = []
+
+    def ask() -> None:
+        try:
+            got.append(used(pool, b, MIB))
+        except AllocatorError as error:
+            got.append(error)
+
+    def hook(call: str) -> None:
+        if call == "cuMemUnmap" and threading.current_thread() is me and not threads:
+            threads.append(threading.Thread(target=ask))
+            threads[0].start()
+            threads[0].join(0.5)
+
+    gpu.before_call = hook
+    pool.trim()
+    threads[0].join(20)
+    gpu.before_call = None
+    assert isinstance(got[0], Allocation), got[0]
+    got.clear()
 
 
 def test_s16_a_driver_call_may_run_the_garbage_collector(lab: Lab) -> None:
