@@ -63,6 +63,10 @@ class Config:
     small_request: int = 256 * KIB
     """Bytes.  Requests up to this size are small: they share `small_page` pieces, apart from large ones."""
 
+    fit_slack: int = 10
+    """Percent.  A large request that nothing fits exactly takes the lowest address among the blocks at most this
+    much larger than the best fit, which keeps large holes whole.  0: strict best fit."""
+
     seal_frees: int = 64
     """Frees.  Once a second stream frees memory, events are recorded at least this many frees apart (R13)."""
 
@@ -112,6 +116,8 @@ class Config:
                 raise ValueError(f"{name} must be a multiple of 2 MiB, the driver's granularity, got {value}")
         if self.small_request < QUANTUM or self.small_request > self.small_page:
             raise ValueError(f"small_request must lie between {QUANTUM} and small_page, got {self.small_request}")
+        if not isinstance(self.fit_slack, int) or not 0 <= self.fit_slack <= 100:
+            raise ValueError(f"fit_slack must be a whole number of percent between 0 and 100, got {self.fit_slack!r}")
         if self.seal_frees < 1 or self.seal_bytes < 1:
             raise ValueError("seal_frees and seal_bytes must be at least 1")
         if isinstance(self.wait_timeout, bool) or not isinstance(self.wait_timeout, (int, float)):

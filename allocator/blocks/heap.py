@@ -9,6 +9,7 @@ Pure bookkeeping, no driver call, under the pool's lock.  Next: pages.py, ../cac
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Final
 
@@ -163,7 +164,7 @@ class Heap:
             spans.append((start, end))
         assert len(self.tails) == len(self.heads)
         spans.sort()
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), spans
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), spans
         assert total == self.reserved == sum(s.size for s in self.segments.values()), (total, self.reserved)
         pieces = list(self.segments.values())
         for start, end in spans:

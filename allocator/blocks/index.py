@@ -14,6 +14,8 @@ from sortedcontainers import SortedList
 from allocator.blocks.block import Block
 
 _ADDRESS_BITS: Final = 64
+_ADDRESS: Final = (1 << _ADDRESS_BITS) - 1
+_LOOKED_AT: Final = 16
 
 
 class BestFit:
@@ -56,13 +58,27 @@ class BestFit:
         self.nbytes -= block.size
         block.shelf = None
 
-    def find(self, size: int) -> Block | None:
-        """The smallest block of at least `size` bytes, at the lowest address; None if there is none."""
+    def find(self, size: int, slack: int = 0) -> Block | None:
+        """The smallest block of at least `size` bytes, at the lowest address; None if there is none.
+
+        slack: percent.  Where nothing fits exactly, the lowest address among blocks at most that much larger than
+        the smallest: memory that is used together then lies together.  At most 16 blocks are looked at.
+        """
         keys = self._keys
         at = keys.bisect_left(size << _ADDRESS_BITS)
         if at == len(keys):
             return None
-        return self._blocks[keys[at]]
+        key = keys[at]
+        if slack:
+            least = key >> _ADDRESS_BITS
+            if least != size:
+                most = least * (100 + slack) // 100 + 1 << _ADDRESS_BITS
+                for other in keys.islice(at + 1, at + _LOOKED_AT):
+                    if other >= most:
+                        break
+                    if other & _ADDRESS < key & _ADDRESS:
+                        key = other
+        return self._blocks[key]
 
     def from_size(self, size: int) -> Iterator[Block]:
         """Blocks of at least `size` bytes, best fit first.  Nothing may be added or removed meanwhile."""

@@ -117,17 +117,29 @@ class Accounts:
     # -- reading --------------------------------------------------------------------------------
 
     def stats(
-        self, device: Device, registry: Registry, sealing: Sealing, limit: int, pending_frees: int, per_stream: bool
+        self,
+        device: Device,
+        registry: Registry,
+        sealing: Sealing,
+        *,
+        limit: int,
+        unreleased: int,
+        pending_frees: int,
+        per_stream: bool,
     ) -> Stats:
-        """All of it, consistent in itself.  O(bins + large idle blocks + streams)."""
+        """All of it, consistent in itself.  O(bins + large idle blocks + streams).
+
+        unreleased: bytes that the driver has not taken back yet, which count as idle.
+        """
         self.mark()
         for age in self._shelves.aged:
             self.in_flight_times.add(age / 1e9)
         self._shelves.aged.clear()
         idle_shelves = self._shelves.idle
-        idle = self._shelves.idle_bytes()
+        idle = self._shelves.idle_bytes() + unreleased
+        reserved = self._heap.reserved + unreleased
         largest = max(shelf.largest() for shelf in idle_shelves)
-        releasable = self._releasable(idle_shelves, device.granularity)
+        releasable = self._releasable(idle_shelves, device.granularity) + unreleased
         hits = self._hits()
         allocations = {reuse: self.served[reuse] for reuse in REUSE_KINDS}
         allocations["same_stream"] += sum(hits.values())
@@ -144,8 +156,8 @@ class Accounts:
         return Stats(
             allocated_bytes=self.allocated,
             requested_bytes=self.requested,
-            reserved_bytes=self._heap.reserved,
-            in_flight_bytes=self._heap.reserved - self.allocated - idle,
+            reserved_bytes=reserved,
+            in_flight_bytes=reserved - self.allocated - idle,
             idle_bytes=idle,
             private_bytes=0,
             largest_free_block_bytes=largest,
@@ -223,7 +235,8 @@ class Accounts:
 
     def _orphaned(self, registry: Registry) -> int:
         """Bytes in flight behind a stream with unsealed work and no handle to seal it by (R9)."""
-        orphans = {line.number for line in registry.lines.values() if line.ended and line.sealed < line.closed}
+        with registry.lock:
+            orphans = {line.number for line in registry.seen() if registry.orphaned(line)}
         if not orphans:
             return 0
         lines = registry.lines

@@ -91,7 +91,7 @@ class Frees:
         if self._first is None:
             self._first = owner
         else:
-            self.crossing = True
+            self.crossing = self._shelves.crossing = True
 
     def _retire(self, block: Block, named: Timeline | Anyone | None) -> None:
         """The general case: several users, a stream that has ended, or something carried over."""
@@ -106,12 +106,11 @@ class Frees:
             stamp = stamp.joined(user.here)
         if block.assumed or named is ANYONE:
             stamp = stamp.joined(VectorClock({CONTEXT: self._registry.context.pending}))
-            self._shelves.assumed = True
         if named is ANYONE:
             block.owner = None  # the owner waits as well
         if users or named is ANYONE:
             block.sole = MANY
-            self.crossing = True
+            self.crossing = self._shelves.crossing = True
             self._accounts.cross_frees += 1
         elif owner is not self._first:
             self._met(owner)

@@ -17,7 +17,7 @@ from allocator.config import Config
 from allocator.devices import Device
 from allocator.errors import DriverError
 from allocator.sizes import round_up
-from allocator.streams import Timeline
+from allocator.streams import Registry, Timeline
 from allocator.sync import LockLike
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
@@ -27,9 +27,17 @@ class Growth:
     """The segments of one pool."""
 
     def __init__(
-        self, device: Device, config: Config, heap: Heap, shelves: Shelves, accounts: Accounts, lock: LockLike
+        self,
+        device: Device,
+        config: Config,
+        registry: Registry,
+        heap: Heap,
+        shelves: Shelves,
+        accounts: Accounts,
+        lock: LockLike,
     ) -> None:
         self._device = device
+        self._registry = registry
         self._heap = heap
         self._shelves = shelves
         self._accounts = accounts
@@ -52,7 +60,12 @@ class Growth:
     @property
     def held(self) -> int:
         """Bytes that count against the limit: reserved, and on the way in or out."""
-        return self._heap.reserved + self.growing + sum(s.size for s in self._unreleased)
+        return self._heap.reserved + self.growing + self.unreleased
+
+    @property
+    def unreleased(self) -> int:
+        """Bytes unmapped that the driver has not taken back yet."""
+        return sum(segment.size for segment in self._unreleased)
 
     def grow(self, line: Timeline, size: int, kind: int) -> Block | None:
         """Step 5: a block of at least `size` bytes, partly from free neighbours that `line` may take.
@@ -75,7 +88,8 @@ class Growth:
                 segment = self.backing.attach(ptr, nbytes, kind)
                 self._accounts.device_free = self._device.mem_get_info()[0]
         except DriverError as error:
-            if error.code != OUT_OF_MEMORY and segment is None:
+            self._registry.failed(error)
+            if segment is None and error.code != OUT_OF_MEMORY:
                 raise
         finally:
             with self._lock:
@@ -186,7 +200,8 @@ class Growth:
                 ptr, size = segment.ptr, segment.size
                 try:
                     self.backing.detach(segment)
-                except DriverError:
+                except DriverError as error:
+                    self._registry.failed(error)
                     self._keep(segment, ptr)
                     continue
                 freed += size

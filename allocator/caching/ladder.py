@@ -128,9 +128,9 @@ class Ladder:
             return None
         with self._lock:
             lines = self._shelves.waiting()
-        if not lines and not self._shelves.assumed:
+        if not lines and not self._registry.finished:
             return None
-        if self._sealing.end_finished() | self._sealing.poll(self._polled(lines)):
+        if self._sealing.end_finished() | self._sealing.poll(_in_flight(lines)):
             block = self._look(request, everything=True, step="settle")
             if block is not None:
                 return block
@@ -138,30 +138,35 @@ class Ladder:
             return self._look(request, everything=True, step="settle")
         return None
 
-    def _polled(self, lines: list[Timeline]) -> Iterable[Timeline]:
-        """Streams with events to ask; with assumed users every stream counts."""
-        if self._shelves.assumed:
-            with self._registry.lock:
-                lines = self._registry.seen()
-        return [line for line in lines if line.in_flight]
-
     def ask(self, lines: list[Timeline]) -> bool:
         """Ask each stream with unsealed frees whether it is idle; True if something is over that was not.
 
-        One `cuStreamQuery` each; assumed users need one of every stream seen.
+        One `cuStreamQuery` each; for those that cannot be asked themselves (orphans, other threads' per-thread
+        streams) one of legacy, which proves every blocking stream idle and is no barrier (R6, R9).  Assumed users
+        need one of every stream seen.
         """
-        before = self._registry.version
-        if self._shelves.assumed and lines:
-            self._sealing.close_context(context_event=False)
+        registry, sealing, shelves = self._registry, self._sealing, self._shelves
+        before = registry.version
+        if shelves.context_waits:
+            sealing.close_context()
         else:
+            through_legacy = False
             for line in lines:
-                if self._shelves.unsealed(line):
-                    self._sealing.query(line)
-        return self._registry.version != before
+                if not shelves.unsealed(line):
+                    continue
+                if not registry.reachable(line):
+                    through_legacy |= line.kind.blocking
+                elif sealing.query(line):
+                    with self._lock:
+                        shelves.stamped.discard(line.number)
+            if through_legacy:
+                sealing.query(registry.legacy)
+        return registry.version != before
 
-    def seal(self) -> None:
+    def seal(self, given: tuple[Timeline, int | None] | None = None) -> None:
         """Put an event behind every stream that free memory waits for, where it has none; then poll (R13).
 
+        given: a stream and the handle that the running call was given for it, alive meanwhile (R9).
         Runs every `seal_frees` frees, and before the pool grows.  No record where a query says "idle"; none on
         legacy, on other threads' per-thread streams, on capturing streams and orphans.
         """
@@ -170,29 +175,32 @@ class Ladder:
         with self._lock:
             self._frees.sealed()
             lines = shelves.waiting()
+            assumed = shelves.context_waits
             stamped = set(shelves.stamped)
             shelves.stamped.clear()
-        if shelves.assumed:
-            if self._config.context_events and self._device.supports_context_events:
-                sealing.close_context(context_event=True)
-                sealing.poll(self._polled(lines))
-                return
+        by_context = self._config.context_events and self._device.supports_context_events
+        if by_context and (assumed or any(not registry.reachable(line) and shelves.unsealed(line) for line in lines)):
+            sealing.close_context(context_event=True)
+            sealing.poll(_in_flight(lines))
+            return
+        if assumed:
             sealing.close_context()
-            with registry.lock:
-                lines = registry.seen()
+        through_legacy = False
         for line in lines:
-            if line.kind is Kind.LEGACY:
-                if not shelves.assumed:
-                    sealing.query(line)
-            elif not line.ended and (shelves.assumed or line.number in stamped or shelves.unsealed(line)):
-                if not shelves.assumed and sealing.query(line):
-                    continue
-                if shelves.assumed and line.completed >= line.closed:
+            if assumed:
+                if line.completed >= line.closed:
                     continue  # it has just answered close_context with "idle"
-                if sealing.seal(line) is None:
-                    with self._lock:
-                        shelves.stamped.add(line.number)
-        sealing.poll(self._polled(lines))
+            elif line.number not in stamped and not shelves.unsealed(line):
+                continue
+            handle = given[1] if given is not None and given[0] is line else None
+            if line.kind is Kind.LEGACY or (handle is None and not registry.reachable(line)):
+                through_legacy |= line.kind is not Kind.NON_BLOCKING
+            elif (assumed or not sealing.query(line, handle)) and sealing.seal(line, handle) is None:
+                with self._lock:
+                    shelves.stamped.add(line.number)
+        if through_legacy and not assumed:
+            sealing.query(registry.legacy)
+        sealing.poll(_in_flight(lines))
 
     # -- 5 --------------------------------------------------------------------------------------
 
@@ -214,7 +222,9 @@ class Ladder:
             if block is not None:
                 return block
             if self._frees.crossing and self._frees.frees_since:
-                self.seal()  # what is marked now can serve the next request that would grow
+                self.seal(
+                    (request.line, request.given)
+                )  # what is marked now can serve the next request that would grow
         self._registry.sweep_now()
         block = self._growth.grow(request.line, request.size, request.kind)
         if block is None:
@@ -229,7 +239,7 @@ class Ladder:
 
     def _wait_below_bound(self, request: Request) -> Block | None:
         """Above `max_in_flight`: poll and wait for anything that would serve, bounded, then let it grow (R13)."""
-        self.seal()
+        self.seal((request.line, request.given))
         return self._wait_for_any(request, "settle", self._config.max_in_flight)
 
     # -- 6 --------------------------------------------------------------------------------------
@@ -341,9 +351,21 @@ class Ladder:
                     return sealed
             if attempt or not may_seal or (line.kind is Kind.LEGACY and not legacy):
                 return None
-            if self._sealing.query(line):
+            if registry.reachable(line):
+                if self._sealing.query(line):
+                    return None
+                if line.kind is Kind.LEGACY:
+                    self._sealing.seal_legacy()
+                else:
+                    self._sealing.seal(line)
+            elif line.kind.blocking and legacy:
+                sealed = self._sealing.seal_legacy()
+                if sealed is not None:
+                    with registry.lock:
+                        if not sealed.done:
+                            sealed.users += 1
+                            return sealed
                 return None
-            self._sealing.seal(line)
         return None
 
     # -- 8, 9, 10 -------------------------------------------------------------------------------
@@ -366,7 +388,11 @@ class Ladder:
     def _host_wait(self, request: Request) -> Block | None:
         if not self._config.wait_on_demand:
             return None
-        self.seal()
+        self.seal((request.line, request.given))
+        with self._lock:
+            lines = self._shelves.waiting()
+        if any(line.kind.blocking and not self._registry.reachable(line) for line in lines):
+            self._sealing.seal_legacy()  # the one mark that reaches them; nothing else is left to try (R9)
         block = self._wait_for_any(request, "host_wait", 0)
         if block is not None:
             self._accounts.retries["host_wait"] += 1
@@ -382,7 +408,7 @@ class Ladder:
         while True:
             with self._lock:
                 self._frees.drain()
-                lines = self._polled(self._shelves.waiting())
+                lines = _in_flight({*self._shelves.waiting(), registry.legacy})
             with registry.lock:
                 events = [line.in_flight[0] for line in lines if line.in_flight]
                 for sealed in events:
@@ -409,7 +435,7 @@ class Ladder:
 
     def wait_for_all(self) -> None:
         """Wait on the host, without bound, for everything in flight that can be waited for."""
-        registry, sealing = self._registry, self._sealing
+        sealing = self._sealing
         for _ in range(8):  # a wait may let other threads free more; what cannot be marked stays
             self.seal()
             with self._lock:
@@ -421,9 +447,6 @@ class Ladder:
                 if self._accounts.in_flight() <= 0:
                     return
                 lines = self._shelves.waiting()
-            if self._shelves.assumed:
-                with registry.lock:
-                    lines = registry.seen()
             for line in lines:
                 sealing.wait_on_host(line)
 
@@ -456,7 +479,7 @@ class Ladder:
         with self._lock:
             self._frees.drain()
             lines = self._shelves.waiting()
-        self._sealing.poll(self._polled(lines))
+        self._sealing.poll(_in_flight(lines))
         self.ask(lines)
         block = (
             self._look(request, everything=True, step=step)
@@ -474,3 +497,8 @@ class Ladder:
         if self._config.release_on_demand and self._growth.release("out_of_memory", 1 << 62):
             return self._grow(request, step=step)
         return None
+
+
+def _in_flight(lines: Iterable[Timeline]) -> list[Timeline]:
+    """The streams that have events to ask."""
+    return [line for line in lines if line.in_flight]

@@ -65,7 +65,8 @@ class CachingAllocator:
         self.config = config if config is not None else Config.from_env(device_memory=self.device.total_memory)
         if self.config.backing == "vmm" and not self.device.supports_virtual_memory:
             raise AllocatorError(
-                f"{self.device.name} has no virtual memory management; use Config(backing='malloc') or WEIR_BACKING=malloc"
+                f"{self.device.name} has no virtual memory management; "
+                "use Config(backing='malloc') or WEIR_BACKING=malloc"
             )
         self.name = f"pool{next(_numbers)}" if name is None else str(name)[:40]
         self._registry = Registry.of(self.device)
@@ -75,7 +76,9 @@ class CachingAllocator:
         self._shelves = Shelves(self._heap, self._registry, self.config)
         self._accounts = Accounts(self._heap, self._shelves)
         self._frees = Frees(self._registry, self._shelves, self._accounts, self.config)
-        self._growth = Growth(self.device, self.config, self._heap, self._shelves, self._accounts, self._lock)
+        self._growth = Growth(
+            self.device, self.config, self._registry, self._heap, self._shelves, self._accounts, self._lock
+        )
         self._frees.pressed = self._pressed
         self._ladder = Ladder(
             self.device,
@@ -96,6 +99,7 @@ class CachingAllocator:
         self._careful = self.config.detect_captures
         """Something must be looked at before an allocation: closed, forked, over the limit, captures."""
         _pools.add(self)
+        self._registry.pools.add(self)
         reap()
 
     # -- allocate -------------------------------------------------------------------------------
@@ -144,7 +148,7 @@ class CachingAllocator:
                     if allocated > accounts.high:
                         accounts.high = allocated
         if due:
-            self._seal()
+            self._ladder.seal((line, given))
         if block is None:
             block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
         allocation = Allocation(self, block, block.generation, block.ptr, size, nbytes, stream)
@@ -165,6 +169,10 @@ class CachingAllocator:
         registry.check_usable()
         reap()
         destroy_orphans(registry)
+        line = request.line
+        if request.given is not None and line.owner is None and self._shelves.unsealed(line):
+            # A bare handle given to us again: now, and only now, its earlier frees can be sealed (R9).
+            self._sealing.query(line, request.given) or self._sealing.seal(line, request.given)
         if request.size > self.device.total_memory:
             self._accounts.out_of_memory += 1
             raise self._out_of_memory(request, "more than the device has")
@@ -177,9 +185,6 @@ class CachingAllocator:
             self._accounts.out_of_memory += 1
             raise self._out_of_memory(request, "nothing more can be freed, waited for or taken from the driver")
         return block
-
-    def _seal(self) -> None:
-        self._ladder.seal()
 
     def _pressed(self) -> bool:
         """Above 3/4 of the limit or of the bound on memory in flight (R13).  Under the lock."""
@@ -226,7 +231,7 @@ class CachingAllocator:
             with self._registry.borrow(line, given) as handle, self.device.scope():
                 if handle is not None and line.kind is not Kind.LEGACY and self._registry.capturing(handle):
                     raise StreamCapturing(
-                        "the stream is being captured into a graph: allocate before the capture begins, or after it ends"
+                        "the stream is being captured into a graph: allocate before the capture, or after it"
                     )
         if self._growth.limit and self._growth.held > self._growth.limit:
             self._shrink()
@@ -267,7 +272,8 @@ class CachingAllocator:
                 named, handle = target(self.device, stream)
             except (AllocatorError, ValueError, TypeError) as error:
                 named = ANYONE  # used somewhere: everybody waits, the owner as well
-                _log.warning("close(stream=%r): %s; the memory waits for every stream of the device", stream, error)
+                # Texts only: a log record that outlives the call must not keep its frames, and so memory, alive.
+                _log.warning("close(stream=%s): %s; the memory waits for every stream", repr(stream), str(error))
         allocation._generation = -1
         self.frees.append((allocation._block, generation, named))
         if handle is not None or self._careful or len(self.frees) >= 64:
@@ -284,11 +290,16 @@ class CachingAllocator:
             if named.owner is None and named.kind is not Kind.PER_THREAD and not self._sealing.query(named, handle):
                 self._sealing.seal(named, handle)
         elif due:
-            self._seal()
+            self._ladder.seal()
         if self._closed:
             reap()
         elif self._growth.limit and self._growth.held > self._growth.limit:
             self._shrink()
+
+    def drain_frees(self) -> None:
+        """Stamp the frees queued so far.  No driver call."""
+        with self._lock:
+            self._frees.drain()
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -304,7 +315,13 @@ class CachingAllocator:
             self._shelves.flush_finished(AT_SCRAPE)
             self._shelves.refresh()
             return self._accounts.stats(
-                self.device, self._registry, self._sealing, self._growth.limit, len(self.frees), per_stream
+                self.device,
+                self._registry,
+                self._sealing,
+                limit=self._growth.limit,
+                unreleased=self._growth.unreleased,
+                pending_frees=len(self.frees),
+                per_stream=per_stream,
             )
 
     def _ask(self) -> None:
@@ -316,9 +333,22 @@ class CachingAllocator:
             self._accounts.mark()
             self._frees.drain()
             lines = self._shelves.waiting()
-        if lines:
-            self._sealing.poll(lines)
-            self._ladder.ask(lines)
+        self._sealing.poll(line for line in lines if line.in_flight)
+        self._ladder.ask(lines)
+        if self._growth.unreleased:
+            self._growth.release("trim", 0)
+        if self._registry.lost is not None:
+            self._careful = True
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes held from the driver, as known at this moment.  No driver call, no lock."""
+        return self._heap.reserved
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes freed and not known to be finished at this moment; `stats()` finds out more.  No driver call."""
+        return self._accounts.in_flight()
 
     def snapshot(self) -> dict[str, Any]:
         """Every segment and block, in the shape that PyTorch's memory viewer reads.  O(blocks)."""
@@ -440,6 +470,7 @@ class CachingAllocator:
         """Of a closed pool: give back what is idle by now.  True if nothing is left."""
         if self._registry.forked or self._registry.lost:
             return True
+        self._registry.rebind(self.device)
         self._growth.limit = 0
         self._sealing.end_finished()
         with self._lock:
@@ -447,9 +478,8 @@ class CachingAllocator:
             self._frees.drain()
             self._shelves.flush()
             lines = self._shelves.waiting()
-        if lines:
-            self._sealing.poll(lines)
-            self._ladder.ask(lines)
+        self._sealing.poll(line for line in lines if line.in_flight)
+        self._ladder.ask(lines)
         with self._lock:
             self._accounts.mark()
             self._shelves.refresh()

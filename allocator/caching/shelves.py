@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 
-from allocator.blocks import IDLE, KINDS, LIVE, MANY, NOBODY, RETIRED, BestFit, Bin, Block, Heap, Owner
+from allocator.blocks import IDLE, KINDS, LIVE, MANY, NOBODY, RETIRED, SMALL, BestFit, Bin, Block, Heap, Owner
 from allocator.config import REUSE_KINDS, Config
 from allocator.events import EMPTY, VectorClock
 from allocator.sizes import QUANTUM
@@ -45,12 +45,13 @@ class Shelves:
         self._watched = 0
         self._version = -1
         self._edges = config.uses == "declared"  # R6
+        self._slack = (0, config.fit_slack)  # SMALL, LARGE
         self._any_kind = config.reuse >= set(REUSE_KINDS)
         self._reuse = config.reuse
         self.stamped: set[int] = set()
         """Streams named by frees that passed the bins by; a stream is taken out when it is sealed."""
-        self.assumed = False
-        """True once uses that are only assumed have been stamped."""
+        self.crossing = False
+        """More than one stream frees memory here."""
         self.past_hits: Counter[int] = Counter()
         """Allocations by size that bins of ended streams served."""
         self.aged: list[int] = []
@@ -113,6 +114,8 @@ class Shelves:
     def _note(self, block: Block, left: VectorClock) -> None:
         """Watch the block under the first seqno that it waits for; the context last, as it covers the rest."""
         number, seqno = max(left.items())  # CONTEXT is 0, so a stream if there is one
+        if CONTEXT in left.at:
+            self.stamped.add(CONTEXT)
         self._watch.setdefault(number, {}).setdefault(seqno, []).append((block, block.generation))
         self._watched += 1
         if self._watched > 64 + 4 * (
@@ -204,12 +207,26 @@ class Shelves:
         return moved
 
     def waiting(self) -> list[Timeline]:
-        """The streams that free blocks wait for, as far as is known at once; bins included.  O(streams)."""
-        lines = self._registry.lines
+        """The streams that free blocks wait for, as far as is known at once; bins included.  O(streams).
+
+        Every stream seen, where users that are only assumed are waited for (R3).
+        """
+        registry = self._registry
+        if self.context_waits:
+            with registry.lock:
+                return registry.seen()
+        lines = registry.lines
         numbers = self._watch.keys() | self.stamped
         for bins in self.bins:
             numbers.update(owner.number for owner, sizes in bins.items() if any(sizes.values()))
         return [lines[n] for n in numbers if n in lines]
+
+    @property
+    def context_waits(self) -> bool:
+        """Do free blocks wait for users that are only assumed?"""
+        if CONTEXT in self._watch or CONTEXT in self.stamped:
+            return True
+        return any(any(sizes.values()) for sizes in self.bins[1].values())
 
     def unsealed(self, line: Timeline) -> bool:
         """Has memory been freed on the stream that no event of ours is behind?  An upper bound.  O(seqnos watched)."""
@@ -230,8 +247,9 @@ class Shelves:
     def take(self, line: Timeline, size: int, kind: int) -> tuple[Block, str] | None:
         """Steps 1 and 2, which compete on fit: the stream's own in flight, and idle ones."""
         own = self.own[kind].get(line.number)
-        mine = own.find(size) if own is not None else None
-        free = self.idle[kind].find(size)
+        slack = self._slack[kind]
+        mine = own.find(size, slack) if own is not None else None
+        free = self.idle[kind].find(size, slack)
         if free is not None and not self._any_kind and not self._allowed(free, line):
             free = next((b for b in self.idle[kind].from_size(size) if self._allowed(b, line)), None)
         if mine is not None and not self._any_kind and not self._allowed(mine, line):
@@ -336,12 +354,14 @@ class Shelves:
         block.assumed = assumed
         block.owner = line
         block.sole = line.number if not carried else MANY
-        block.bin = None if carried else self.bin(line, size, assumed)
+        # Large blocks go through the index once several streams share: memory put by for one stream by its exact
+        # size could not grow together with its neighbours, and that costs more than it saves.
+        binned = not carried and (block.kind == SMALL or not self.crossing)
+        block.bin = self.bin(line, size, assumed) if binned else None
 
     def bin(self, owner: Owner, size: int, assumed: bool) -> Bin:
         """The bin for blocks of exactly `size` bytes that `owner` frees."""
         bins = self.bins[assumed]
-        self.assumed |= assumed
         sizes = bins.get(owner)
         if sizes is None:
             sizes = bins[owner] = {}

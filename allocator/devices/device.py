@@ -92,7 +92,8 @@ class Device(Protocol):
         """Make this context current and the thread's capture mode RELAXED; restore both at the end (R10, S23).
 
         Every other method below, `stream_is_capturing` included, must run inside a scope of its device.
-        Scopes nest, also with those of other devices; an inner scope of the same device costs nothing.
+        Scopes nest, also with those of other devices; an inner scope of the same device costs at most one look at
+        the current context.
         Driver calls: `cuCtxPushCurrent`, `cuThreadExchangeStreamCaptureMode`; at the end the same exchange
         and `cuCtxPopCurrent`.
         """

@@ -9,6 +9,7 @@ Thread-safe without a lock: a deque's `append` and `pop` are atomic.  Next: ../s
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 
 from allocator.devices import Device
@@ -18,10 +19,14 @@ class EventPool:
     """Spare events of one context."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self._device = weakref.ref(device)  # the device owns what is made on it, not the other way round
         self._spare: deque[int] = deque()
         self.created = 0
         """Events made and not destroyed."""
+
+    def rebind(self, device: Device) -> None:
+        """The garbage collector cleared the weak reference of a device that lives on."""
+        self._device = weakref.ref(device)
 
     @property
     def idle(self) -> int:
@@ -41,7 +46,9 @@ class EventPool:
         try:
             return self._spare.pop()
         except IndexError:
-            event = self._device.event_create()
+            device = self._device()
+            assert device is not None, "inside device.scope()"
+            event = device.event_create()
             self.created += 1
             return event
 
@@ -55,7 +62,9 @@ class EventPool:
         Driver call: `cuEventDestroy`.
         """
         self.created -= 1
-        self._device.event_destroy(event)
+        device = self._device()
+        assert device is not None, "inside device.scope()"
+        device.event_destroy(event)
 
     def clear(self) -> None:
         """Destroy all spare events.  Inside `device.scope()`."""

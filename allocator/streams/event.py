@@ -68,6 +68,7 @@ class Event:
         registry, device = self._registry, self._device
         registry.check_usable()
         line, given = target(device, stream)
+        registry.before_mark()
         with registry.lock:
             self._record = _NOTHING  # whatever comes next, the old record is not what the event stands for
             self._records += 1

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 from allocator.devices import LEGACY, PER_THREAD, Capture, Device
 from allocator.errors import DriverError, ForkError, StreamCapturing, StreamClosed
@@ -28,6 +28,15 @@ from allocator.sync import make_lock
 
 _HELD = 2
 """References to an owner that are ours while it is looked at: the timeline's, and the look's own argument."""
+
+
+class Drains(Protocol):
+    """What a registry knows of a pool."""
+
+    frees: deque[Any]
+
+    def drain_frees(self) -> None:
+        """Stamp what is queued."""
 
 
 class Registry:
@@ -56,11 +65,15 @@ class Registry:
         """Streams by the driver's id, which never repeats (R8)."""
         self.version = 0
         """Grows whenever any seqno gets completed: tells a pool to look again."""
+        self.pools: weakref.WeakSet[Drains] = weakref.WeakSet()
+        """The pools that stamp blocks with these timelines."""
         self.lost: str | None = None
         """The sticky error that ended the context (R11)."""
         self.forked = False
         self.finished: deque[Timeline] = deque()
         """Timelines whose user-facing stream or thread is gone; filled by finalisers, lock-free."""
+        self.unended: deque[Timeline] = deque()
+        """Timelines that have ended, whose streams could not be sealed yet."""
         self.orphan_events: deque[int] = deque()
         """Driver events whose user-facing `Event` is gone; likewise."""
         self._owners: dict[int, Timeline] = {}
@@ -75,6 +88,13 @@ class Registry:
         device = self._device()
         assert device is not None, "the device outlives whoever uses its streams"
         return device
+
+    def rebind(self, device: Device) -> None:
+        """A pool has outlived an unreachable cycle that held the device: weak references to it are gone (S20)."""
+        if self._device() is None:
+            self._device = weakref.ref(device)
+            self.events.rebind(device)
+            self._all[device] = self
 
     # -- which stream is that? -----------------------------------------------------------------
 
@@ -149,6 +169,28 @@ class Registry:
             self._owners[id(owner)] = line
         self.streams[identity] = self.lines[line.number] = line
         return line
+
+    def reachable(self, line: Timeline) -> bool:
+        """Is there a handle of the stream that the calling thread may use?  No driver call."""
+        if line.kind is Kind.PER_THREAD:
+            token: _ThreadToken | None = getattr(self.local, "per_thread", None)
+            return token is not None and token.line is line
+        return line.kind is Kind.LEGACY or line.owner is not None
+
+    def orphaned(self, line: Timeline) -> bool:
+        """Work on it that no event covers, and nobody who could still record one (R9)?  Under the lock."""
+        if line.kind is Kind.LEGACY or line.sealed >= line.here.at[line.number]:
+            return False
+        return line.ended or (line.owner is None and line.kind is not Kind.PER_THREAD)
+
+    def before_mark(self) -> None:
+        """The program is about to mark a point on a stream: frees made before it should count as before it.
+
+        Stamping them later is safe, but then the mark does not cover them (R3).  Not under any lock.
+        """
+        for pool in list(self.pools):
+            if pool.frees:
+                pool.drain_frees()
 
     @contextmanager
     def borrow(self, line: Timeline, given: int | None = None) -> Iterator[int | None]:
@@ -272,8 +314,11 @@ class Registry:
         """The stream's work up to `seqno` is over.  Under the lock."""
         if seqno <= line.completed:
             return
-        for event in line.complete(seqno):
-            self.events.give_back(event)
+        for sealed in line.complete(seqno):
+            if not sealed.users:
+                self.events.give_back(sealed.event)
+            for other, reached in sealed.proves:
+                self.complete(other, reached)
         line.poisoned = None  # an error was never completion (R11); this is
         self.version += 1
         self.forget_if_over(line)

@@ -113,7 +113,8 @@ class Sealing:
         registry.failed(error)
         if error.sticky:
             return
-        if error.code.startswith(_VOIDS_EVENT):
+        # A stream that has ended cannot be sealed again: its event is all there is, and may yet answer.
+        if error.code.startswith(_VOIDS_EVENT) and (sealed is None or registry.reachable(line)):
             if sealed is not None:
                 with registry.lock:
                     line.void(sealed)
@@ -207,6 +208,25 @@ class Sealing:
             for seal_ in seals:
                 if seal_.event is not None:
                     registry.recycle(seal_.event)
+
+    def seal_legacy(self) -> Sealed | None:
+        """Record on legacy: covers every blocking and per-thread stream, orphans included (R9).
+
+        A barrier that stalls all of them: only where growing is impossible, last (R6).  None if a blocking stream
+        captures.  Driver calls: those of `seal`.
+        """
+        registry = self.registry
+        points = registry.close_for(registry.legacy)  # before the record (R4)
+        sealed = self.seal(registry.legacy)
+        if sealed is None:
+            return None
+        with registry.lock:
+            sealed.proves = points
+            sealed.clock = sealed.clock.joined(VectorClock({line.number: seqno for line, seqno in points}))
+            if sealed.done:
+                for line, seqno in points:
+                    registry.complete(line, seqno)
+        return sealed
 
     # -- the users that are only assumed -----------------------------------------------------------
 
@@ -334,7 +354,7 @@ class Sealing:
             finally:
                 with registry.lock:
                     registry.recycle(sealed)
-        if line.completed < line.closed and (line.kind.blocking or line.kind is Kind.LEGACY):
+        if (sealed is None or line.completed < line.closed) and (line.kind.blocking or line.kind is Kind.LEGACY):
             with suppress(DriverError, StreamCapturing):
                 self.synchronize(registry.legacy)
 
@@ -343,16 +363,18 @@ class Sealing:
     def end(self, line: Timeline) -> None:
         """No work will be added to the stream: seal it once more and let its owner go (R2, R9).
 
-        Driver calls: a query; a record where it says "busy"; `cuStreamDestroy` for a stream of ours.
-        Where neither works the stamps on it are orphans.
+        Driver calls: a query; a record where it says "busy"; `cuStreamDestroy` for a stream of ours.  Where neither
+        works, as in a capture, the owner is kept and the next `end_finished` tries again.
         """
         registry = self.registry
         with registry.lock:
-            if line.ended or line.kind is Kind.LEGACY:
+            if line.kind is Kind.LEGACY or (line.ended and line.owner is None):
                 return
             line.end()
-        if not self.query(line):
-            self.seal(line)
+            reachable = line.owner is not None and registry.lost is None and not registry.forked
+        if reachable and not self.query(line) and self.seal(line) is None:
+            registry.unended.append(line)
+            return
         with registry.lock:
             owner = registry.release_owner(line)
             registry.forget_if_over(line)
@@ -365,11 +387,12 @@ class Sealing:
         """End the streams whose user-facing object or thread has gone.  True if there were any."""
         registry = self.registry
         any_ended = False
-        while registry.finished:
-            try:
-                line = registry.finished.popleft()
-            except IndexError:
-                break
-            self.end(line)
-            any_ended = True
+        for lines in (registry.unended, registry.finished):
+            for _ in range(len(lines)):
+                try:
+                    line = lines.popleft()
+                except IndexError:
+                    break
+                self.end(line)
+                any_ended = True
         return any_ended

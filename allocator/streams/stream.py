@@ -167,10 +167,12 @@ class Stream:
 
     def synchronize(self) -> None:
         """Wait on the host for all work of the stream."""
+        self.registry.before_mark()
         Sealing(self.registry).synchronize(self._require(), self._bare)
 
     def query(self) -> bool:
         """True if the stream is idle."""
+        self.registry.before_mark()
         return Sealing(self.registry).query(self._require(), self._bare)
 
     def close(self) -> None:
@@ -225,9 +227,7 @@ def current_stream(device: Device) -> Stream:
     """The calling thread's current stream of the device; at first the legacy stream.  No driver call."""
     registry = Registry.of(device)
     stack: list[Stream] | None = getattr(registry.local, "stack", None)
-    if not stack:
-        stack = registry.local.stack = [Stream.legacy(device)]
-    return stack[-1]
+    return stack[-1] if stack else Stream.legacy(device)
 
 
 @contextmanager
@@ -238,8 +238,9 @@ def stream(s: object) -> Iterator[Stream]:
     """
     if not isinstance(s, Stream):
         raise TypeError(f"stream() takes an allocator.Stream, not {type(s).__name__}; see Stream.of(device, stream)")
-    current_stream(s._device)
-    stack: list[Stream] = s.registry.local.stack
+    stack: list[Stream] | None = getattr(s.registry.local, "stack", None)
+    if stack is None:
+        stack = s.registry.local.stack = []
     stack.append(s)
     try:
         yield s

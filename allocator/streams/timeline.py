@@ -46,9 +46,10 @@ class Sealed:
 
     clock: what a stream that waits for the event gets to know: the stream's clock when the seqno was closed,
     and the seqno itself (R4).  users: threads that use the event outside the lock.
+    proves: other streams' seqnos that it covers as well, where it lies on legacy (R9).
     """
 
-    __slots__ = ("clock", "done", "event", "seqno", "users")
+    __slots__ = ("clock", "done", "event", "proves", "seqno", "users")
 
     def __init__(self, seqno: int, event: int, clock: VectorClock) -> None:
         self.seqno = seqno
@@ -56,6 +57,7 @@ class Sealed:
         self.clock = clock
         self.users = 0
         self.done = False
+        self.proves: list[tuple[Timeline, int]] = []
 
 
 class Timeline:
@@ -63,7 +65,7 @@ class Timeline:
 
     >>> line = Timeline(7, Kind.NON_BLOCKING)
     >>> seqno, clock = line.close_seqno()
-    >>> line.publish(Sealed(seqno, event=1, clock=clock)); line.complete(seqno)
+    >>> line.publish(Sealed(seqno, event=1, clock=clock)); [s.event for s in line.complete(seqno)]
     [1]
     >>> line.completed, line.sealed, line.pending
     (1, 1, 2)
@@ -151,8 +153,8 @@ class Timeline:
         flight.insert(at, sealed)
         self.sealed = max(self.sealed, sealed.seqno)
 
-    def complete(self, seqno: int) -> list[int]:
-        """The work up to `seqno` is known to be over; returns the events that nobody needs any more.
+    def complete(self, seqno: int) -> list[Sealed]:
+        """The work up to `seqno` is known to be over; returns the events behind it, which are now complete.
 
         Only for a seqno that was closed before the proof was asked for (R2, R4).
         """
@@ -161,14 +163,13 @@ class Timeline:
         assert seqno <= self.closed, f"seqno {seqno} is not closed: {self!r}"
         self.completed = seqno
         self.sealed = max(self.sealed, seqno)
-        free: list[int] = []
+        over: list[Sealed] = []
         flight = self.in_flight
         while flight and flight[0].seqno <= seqno:
             sealed = flight.popleft()
             sealed.done = True
-            if not sealed.users:
-                free.append(sealed.event)
-        return free
+            over.append(sealed)
+        return over
 
     def void(self, sealed: Sealed) -> None:
         """The event proves nothing (R11): forget it, so that its seqnos are sealed again.

@@ -28,7 +28,7 @@ def gauges(pool: CachingAllocator) -> tuple[int, int]:
 
     Not `stats()`: that asks the driver how far the streams are, and asking changes what is reused.
     """
-    return pool._heap.reserved, pool._accounts.in_flight()
+    return pool.reserved_bytes, pool.in_flight_bytes
 
 
 class Pools:
