@@ -25,8 +25,8 @@ BLOCKING = ("blocking", "thread", "thread2", "legacy", "foreign", "bare")
 ENDS = ("alloc", "use", "free_on")
 """Words that launch a kernel on a block: only there can a race be seen."""
 IDEMPOTENT = frozenset({"record", "wait", "wait_stream", "sync", "sync_event", "query", "query_event", "stats", "trim", "settle"})
-DRAINS = frozenset({"alloc", "quiet", "stats", "trim", "settle", "free_on", "renew"})
-"""Steps that may look into the pool's queue of frees (or end what it names)."""
+UNAWARE = frozenset({"wait", "tick", "idle", "use"})
+"""Steps that do not look into the pool's queue of frees."""
 TIME = frozenset({"tick", "idle"})
 RENEWABLE = ("nb", "blocking", "foreign", "foreignnb")
 
@@ -213,7 +213,7 @@ def independent(universe: Universe, one: Step, two: Step) -> bool:
         if b == "free":
             a, b, one, two = b, a, two, one
         # A free is an entry in a queue: only who drains it, or uses the block, can tell.
-        return b not in DRAINS and b != "free" and not (b == "use" and two[1] == one[1])
+        return b in UNAWARE and not (b == "use" and two[1] == one[1])
     if a in TIME or b in TIME:
         # A mark is over when the work before it is: whether time passes before or after it was made is no matter.
         other = b if a in TIME else a

@@ -1,0 +1,168 @@
+"""What two host threads do at the same time: pairs of short bodies, each with what comes before and after.
+
+Steps are the words of `Player`; each thread has its own list.  `before` and `after` are played by one thread;
+`after` ends with allocations that take whatever the pool thinks is free, so that a wrong belief becomes a race.
+Next: threads.py, test_interleavings.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from allocator import OutOfMemoryError
+from allocator.sizes import MIB
+from tests.model.programs import DURATION_NS, SIZES, Player, Step, Universe, parse
+from tests.model.threads import Plan, Scheduler, plans
+
+NB3 = ("nb", "nb", "nb")
+MIXED = ("nb", "blocking", "legacy")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two bodies.  Blocks are numbered in the order of `before`, then of the first body, then of the second."""
+
+    name: str
+    before: str
+    first: str
+    second: str
+    after: str
+    kinds: tuple[str, ...] = NB3
+    config: dict[str, Any] = field(default_factory=dict)
+    assumed: bool = False
+
+    def universe(self) -> Universe:
+        """What it runs on."""
+        return Universe(self.name, self.kinds, events=2, config=self.config, assumed=self.assumed)
+
+
+class Slots(Player):
+    """A player whose blocks are named by the program, as two threads allocate in any order."""
+
+    def do_into(self, block: int, slot: int, size: int) -> None:
+        """Allocate into the block number given, and write."""
+        while len(self.blocks) <= block:
+            self.blocks.append(None)
+        try:
+            found = self.on(slot, lambda s: self.pool.allocate(SIZES[size], stream=s))
+        except OutOfMemoryError:
+            return
+        self.blocks[block] = found
+        self.write(block, slot)
+
+    def do_work(self, slot: int) -> None:
+        """A kernel that uses none of the pool's memory."""
+        self.on(slot, lambda s: self.gpu.launch(s, DURATION_NS))
+
+    def do_close(self, slot: int) -> None:
+        """End a stream of ours for good."""
+        self.streams[slot].close()
+
+    def do_seal(self) -> None:
+        """What the pool does every `seal_frees` frees."""
+        self.pool._ladder.seal()
+
+    def do_check(self) -> None:
+        """The pool's own check."""
+        self.pool.check()
+
+
+def run_pair(pair: Pair, plan: Plan) -> tuple[str | None, int]:
+    """Play a pair under one plan: what went wrong, or None; and the number of points passed."""
+    scheduler = Scheduler()
+    with scheduler.locks():
+        player = Slots(pair.universe())
+    points = 0
+    try:
+        player.play(_steps(pair.before))
+        points = scheduler.run(
+            player.gpu, [lambda: player.play(_steps(pair.first)), lambda: player.play(_steps(pair.second))], plan
+        )
+        player.play(_steps(pair.after))
+        player.pool.check()
+        wrong = player.wrong()
+        if wrong is None:
+            for block in player.blocks:
+                if block is not None:
+                    block.close()
+            wrong = player.close()
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {error}"
+    return wrong, points
+
+
+def _steps(line: str) -> list[Step]:
+    return parse(line) if line else []
+
+
+def explore(pair: Pair, most: int) -> Iterator[tuple[Plan, str | None]]:
+    """Every plan of up to `most` pre-emptions, and what came of it."""
+    wrong, points = run_pair(pair, ())
+    yield (), wrong
+    longest = points + 12  # a pre-emption may make the run somewhat longer
+    for plan in plans(longest, most):
+        if plan:
+            yield plan, run_pair(pair, plan)[0]
+
+
+def sample(pair: Pair, rng: random.Random, runs: int, preemptions: int) -> Iterator[tuple[Plan, str | None]]:
+    """Random plans of that many pre-emptions."""
+    _, points = run_pair(pair, ())
+    for _ in range(runs):
+        plan = tuple(sorted(rng.sample(range(1, points + 12), min(preemptions, points))))
+        yield plan, run_pair(pair, plan)[0]
+
+
+EAGER: dict[str, Any] = {"seal_frees": 1}
+ONE_PAGE: dict[str, Any] = {"limit": 2 * MIB, "wait_on_demand": False}
+TWO_PAGES: dict[str, Any] = {"limit": 4 * MIB, "wait_on_demand": False}
+TAKE = "stats; into 8 1 1; into 9 2 1"
+
+PAIRS: Final = (
+    Pair("r4_a_free_while_its_stream_is_sealed", "into 0 0 1; into 1 1 1; free 1; into 1 1 1; free 0; into 0 0 1",
+         "seal", "free 0; stats", "idle; work 0; stats; into 8 1 1; into 9 2 1", config=EAGER),
+    Pair("r4_work_and_a_free_while_its_stream_is_sealed", "into 0 0 1; into 1 0 1; into 2 1 1; free 2; free 0; stats",
+         "seal", "use 1 0; free 1; stats", "tick; stats; into 8 1 1; into 9 2 1", config=EAGER),
+    Pair("r4_a_wait_while_its_stream_is_sealed", "into 0 0 1; into 1 2 1; free 0; free 1; stats",
+         "seal", "wait_stream 0 2", "into 8 1 1; into 9 1 1", config=TWO_PAGES),
+    Pair("r2_a_free_while_its_stream_is_asked", "into 0 0 1; into 1 1 1; free 1; idle",
+         "query 0", "use 0 0; free 0; stats", "into 8 1 1; into 9 2 1"),
+    Pair("r2_a_free_while_its_stream_is_waited_for", "into 0 0 1; into 1 1 1; free 1",
+         "sync 0", "use 0 0; free 0; stats", "into 8 1 1; into 9 2 1"),
+    Pair("r2_a_free_while_the_pool_settles", "into 0 0 1; into 1 1 1; free 1",
+         "settle", "use 0 0; free 0; stats", "into 8 1 1; into 9 2 1"),
+    Pair("r6_work_while_legacy_is_asked", "into 0 0 1; into 1 1 1; free 1; idle",
+         "query 2", "use 1 1; use 0 1; free 0; stats", "into 8 0 1; into 9 2 1", kinds=MIXED),
+    Pair("r5_one_event_recorded_by_two_threads", "into 0 0 1; into 1 1 1; free 0; free 1; stats",
+         "record 0 0", "record 0 1", "wait 0 2; into 8 2 1; into 9 2 1"),
+    Pair("r5_an_event_recorded_again_while_it_is_waited_for", "into 0 0 1; into 1 1 1; free 0; free 1; stats; record 0 0",
+         "wait 0 2", "record 0 1", "into 8 2 1; into 9 2 1"),
+    Pair("r5_an_event_recorded_again_while_it_is_asked", "into 0 0 1; into 1 1 1; record 0 1; idle; use 0 0; free 0; free 1; stats",
+         "query_event 0", "record 0 0", "into 8 2 1; into 9 2 1"),
+    Pair("r2_a_stream_closed_while_it_is_sealed", "into 0 0 1; into 1 1 1; free 0; free 1; stats",
+         "seal", "close 0", TAKE, config=EAGER),
+    Pair("r2_a_stream_closed_while_its_memory_is_freed", "into 0 0 1; into 1 1 1; free 1; stats",
+         "free 0; stats", "close 0", TAKE, config=EAGER),
+    Pair("r9_a_stream_closed_while_another_waits_for_it", "into 0 0 1; free 0; stats",
+         "into 1 1 1", "close 0", "into 8 2 1", config=ONE_PAGE),
+    Pair("r13_two_threads_want_the_last_memory", "into 0 0 1; free 0; stats",
+         "into 1 1 1; free 1", "into 2 2 1; free 2", "into 8 0 1", config=ONE_PAGE),
+    Pair("r4_two_threads_seal_at_once", "into 0 0 1; into 1 1 1; free 0; free 1; stats",
+         "seal; into 2 0 1", "seal; into 3 1 1", TAKE, config=EAGER),
+    Pair("r13_a_trim_while_memory_is_taken", "into 0 0 1; into 1 1 1; free 0; free 1; idle; stats",
+         "trim", "into 2 2 1; free 2; stats", TAKE),
+    Pair("s10_two_threads_grow_at_once", "",
+         "into 0 0 1; free 0; into 1 0 0", "into 2 1 1; free 2; into 3 1 0", TAKE, config=TWO_PAGES),
+    Pair("r3_a_declared_use_while_the_queue_is_drained", "into 0 0 1; into 1 1 1; free 1; wait_stream 2 0",
+         "use 0 2; free 0", "stats; into 2 1 1", "into 8 1 1; into 9 2 1", config=EAGER),
+    Pair("r3_assumed_users_while_the_context_is_closed", "into 0 0 1; into 1 1 1; free 1; wait_stream 2 0",
+         "seal", "use 0 2; free 0; stats", "into 8 1 1; into 9 2 1", config=EAGER, assumed=True),
+    Pair("r6_a_context_event_while_memory_is_freed", "into 0 0 1; into 1 1 1; free 1; wait_stream 2 0",
+         "seal", "use 0 2; free 0; stats", "tick; stats; into 8 1 1; into 9 2 1",
+         config={"context_events": True, **EAGER}, assumed=True),
+)  # fmt: skip
+
+

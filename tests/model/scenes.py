@@ -1,0 +1,239 @@
+"""Programs in which a driver call fails, or a capture begins: what words alone cannot say.
+
+Each scene plays against the real pool and returns what went wrong, or None.  With the mutant that names it, something does.
+Next: mutants.py, test_mutants.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, Final
+
+from allocator import DriverError, StreamCapturing
+from allocator.sizes import MIB
+from tests.model.pairs import Slots
+from tests.model.programs import Universe, parse
+
+NB3 = ("nb", "nb", "nb")
+ONE_PAGE: dict[str, Any] = {"limit": 2 * MIB, "wait_on_demand": False}
+INVALID = "CUDA_ERROR_INVALID_VALUE"
+
+
+class Scene:
+    """A player, and short words for steps that may fail."""
+
+    def __init__(self, kinds: tuple[str, ...] = NB3, assumed: bool = False, **config: Any) -> None:
+        self.player = Slots(Universe("scene", kinds, events=2, config=config, assumed=assumed))
+        self.gpu = self.player.gpu
+        self.pool = self.player.pool
+
+    def play(self, line: str) -> None:
+        """Take the steps."""
+        self.player.play(parse(line))
+
+    def refused(self, line: str) -> None:
+        """Take the steps, one of which may fail."""
+        with suppress(DriverError, StreamCapturing):
+            self.play(line)
+
+    def end(self, line: str = "") -> str | None:
+        """Take the last steps; what went wrong in all of it."""
+        try:
+            if line:
+                self.play(line)
+            self.pool.check()
+            wrong = self.player.wrong()
+            if wrong is None:
+                for block in self.player.blocks:
+                    if block is not None:
+                        block.close()
+                wrong = self.player.close()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return wrong
+
+
+def a_wait_that_fails() -> str | None:
+    """The driver refuses the wait that step 6 asks for: the stream is not behind that work."""
+    scene = Scene(**ONE_PAGE)
+    scene.play("into 0 0 1; free 0; stats")
+    scene.gpu.fail("cuStreamWaitEvent", error=INVALID, times=1)
+    scene.play("into 1 1 1")
+    return scene.end("into 2 1 1; into 3 1 1")
+
+
+def an_event_whose_wait_fails() -> str | None:
+    """The same with the program's own event."""
+    scene = Scene()
+    scene.play("into 0 0 1; free 0; stats; record 0 0")
+    scene.gpu.fail("cuStreamWaitEvent", error=INVALID)
+    scene.refused("wait 0 1")
+    return scene.end("into 1 1 1")
+
+
+def a_stream_that_waits_after_it_was_sealed() -> str | None:
+    """Whoever waits for the seal is not behind what the sealed stream has waited for since."""
+    scene = Scene(limit=4 * MIB, wait_on_demand=False)
+    scene.play("into 0 1 1; into 1 2 1; free 0; stats; seal; free 1; wait_stream 1 2")
+    return scene.end("into 2 0 1; into 3 0 1")
+
+
+def two_events_that_are_one() -> str | None:
+    """An event that went back to the event pool too early, or twice, lies behind two streams at once."""
+    scene = Scene()
+    scene.play("into 0 0 1; free 0; stats; seal; idle; stats")
+    scene.play("into 1 0 1; use 1 0; into 2 1 1; free 1; free 2; stats; seal; tick; stats")
+    return scene.end("into 3 2 1; into 4 2 1")
+
+
+def a_record_that_fails() -> str | None:
+    """The seal's record fails: its event then says "done", and nothing is known."""
+    scene = Scene(seal_frees=1)
+    scene.play("into 0 0 1; into 1 1 1; free 1; free 0; stats")
+    scene.gpu.fail("cuEventRecord", error=INVALID, times=2)
+    scene.play("seal; stats")
+    scene.gpu.clear_faults()
+    return scene.end("into 2 2 1; into 3 2 1")
+
+
+def an_event_whose_record_fails() -> str | None:
+    """The same with the program's own event: it says "done", and waiting for it orders nothing."""
+    scene = Scene()
+    scene.play("into 0 0 1; free 0")
+    scene.gpu.fail("cuEventRecord", error=INVALID)
+    scene.refused("record 0 0")
+    scene.play("query_event 0; wait 0 1; stats")
+    return scene.end("into 1 1 1")
+
+
+def an_event_recorded_in_a_capture() -> str | None:
+    """Records and waits inside a capture order nothing outside it."""
+    scene = Scene()
+    scene.play("into 0 0 1; free 0; stats")
+    first = scene.player.streams[0]
+    scene.gpu.begin_capture(first, "relaxed")
+    scene.refused("record 0 0; wait 0 1; record 1 1; wait 1 0")
+    scene.gpu.end_capture(first)
+    return scene.end("into 1 1 1")
+
+
+def a_current_stream() -> str | None:
+    """A stream made current inside another: nothing is ordered by that."""
+    scene = Scene()
+    scene.play("into 0 0 1; free 0")
+    one, two = scene.player.streams[:2]
+    stream = import_module("allocator.streams.stream").stream  # as it is now, mutated or not
+    with stream(one), stream(two):
+        scene.pool.allocate(2 * MIB).close()
+    return scene.end("stats; into 1 1 1; into 2 1 1")
+
+
+def a_capture_that_begins_during_a_record() -> str | None:
+    """Between "does it capture?" and the record a capture begins: the mark goes into the graph."""
+    scene = Scene(seal_frees=1)
+    scene.play("into 0 0 1; free 0; stats")
+    target = scene.player.streams[0]
+
+    def begin(call: str) -> None:
+        if call == "cuEventRecord":
+            scene.gpu.before_call = None
+            scene.gpu.begin_capture(target, "relaxed")
+
+    scene.gpu.before_call = begin
+    scene.play("seal")
+    assert scene.gpu.before_call is None, "no record was made"
+    scene.gpu.end_capture(target)
+    scene.play("stats")
+    return scene.end("into 2 2 1; into 3 2 1")
+
+
+def a_stream_that_captures() -> str | None:
+    """A question to a stream that captures would kill the capture."""
+    scene = Scene()
+    scene.play("into 0 0 1; free 0")
+    target = scene.player.streams[0]
+    scene.gpu.begin_capture(target, "relaxed")
+    scene.play("stats; into 1 1 1; free 1; stats")
+    try:
+        scene.gpu.end_capture(target)
+    except DriverError as error:
+        return f"the capture was killed: {error}"
+    return scene.end()
+
+
+def a_query_that_fails() -> str | None:
+    """An error is not an answer."""
+    scene = Scene()
+    scene.play("into 0 0 1; free 0")
+    scene.gpu.fail("cuStreamQuery", error="CUDA_ERROR_UNKNOWN")
+    scene.play("stats")
+    return scene.end("into 1 1 1")
+
+
+def an_event_query_that_fails() -> str | None:
+    """Nor is one from an event."""
+    scene = Scene(seal_frees=1)
+    scene.play("into 0 0 1; into 1 1 1; free 1; free 0; stats; seal")
+    scene.gpu.fail("cuEventQuery", error="CUDA_ERROR_UNKNOWN", times=2)
+    scene.play("stats")
+    scene.gpu.clear_faults()
+    return scene.end("into 2 2 1; into 3 2 1")
+
+
+def a_free_queued_twice() -> str | None:
+    """Two threads close one allocation at the same time, and both append."""
+    scene = Scene()
+    scene.play("into 0 0 1")
+    block = scene.player.blocks[0]
+    scene.pool.frees.append((block._block, block._generation, None))
+    scene.play("free 0; stats")
+    return scene.end("into 1 1 1; free 1; into 2 2 1")
+
+
+class Twin:
+    """A stream object that compares equal to every other one that has its handle, as CuPy's do."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.handle)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Twin) and self.handle == other.handle
+
+    def __hash__(self) -> int:
+        return hash(self.handle)
+
+
+def two_streams_that_compare_equal() -> str | None:
+    """A blocking stream is destroyed, idle; a non-blocking one gets its handle, and an equal object."""
+    scene = Scene(("legacy", "nb"))
+    gpu, pool = scene.gpu, scene.pool
+    with gpu.scope():
+        handle = gpu.stream_create(non_blocking=False, priority=0)
+    old = Twin(handle)
+    pool.allocate(2 * MIB, stream=old).close()
+    pool.stats()
+    pool.trim()
+    with gpu.scope():
+        gpu.stream_destroy(handle)
+        assert gpu.stream_create(non_blocking=True, priority=0) == handle
+    new = Twin(handle)
+    scene.play("into 0 0 1; free 0")
+    taken = pool.allocate(2 * MIB, stream=new)
+    gpu.launch(new, writes=[taken])
+    taken.close()
+    return scene.end()
+
+
+SCENES: Final[dict[str, Callable[[], str | None]]] = {
+    scene.__name__: scene
+    for scene in (
+        a_wait_that_fails, two_events_that_are_one, a_stream_that_waits_after_it_was_sealed, an_event_whose_wait_fails, a_record_that_fails, an_event_whose_record_fails,
+        an_event_recorded_in_a_capture, a_current_stream, a_capture_that_begins_during_a_record,
+        a_stream_that_captures, a_query_that_fails, a_free_queued_twice, an_event_query_that_fails, two_streams_that_compare_equal,
+    )
+}  # fmt: skip
