@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_an_allocation_in_a_dead_cycle_is_freed(pool: CachingAllocator) -> None:
 def test_live_allocations_never_overlap(pool: CachingAllocator) -> None:
     live = [pool.allocate(size) for size in (512, 5000, MIB, 3 * MIB) for _ in range(20)]
     spans = sorted((a.ptr, a.ptr + a.size) for a in live)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
 @pytest.mark.parametrize("wrong", [1.0, "1", None, True, False, b"1", [1], 1j])
@@ -256,14 +257,14 @@ def test_the_statistics_add_up_through_a_life(bench: Bench, pool: CachingAllocat
             pool.trim()
             pool.check()
     bench.run_dry()
-    s = balanced(pool)
-    assert sum(s.allocations.values()) == total
-    assert sum(s.allocation_bytes.values()) >= 200 * 300_000
-    assert s.device_size_bytes == bench.device.total_memory
-    assert 0 < s.device_free_bytes <= s.device_size_bytes
-    assert s.allocations["new_memory"] >= 1 and s.growths >= 1
+    stats = balanced(pool)
+    assert sum(stats.allocations.values()) == total
+    assert sum(stats.allocation_bytes.values()) >= 200 * 300_000
+    assert stats.device_size_bytes == bench.device.total_memory
+    assert 0 < stats.device_free_bytes <= stats.device_size_bytes
+    assert stats.allocations["new_memory"] >= 1 and stats.growths >= 1
     with pytest.raises(AttributeError):
-        s.growths = 1  # type: ignore[misc]
+        stats.growths = 1  # type: ignore[misc]
 
 
 def test_reuse_kinds_are_told_apart_and_add_up(bench: Bench) -> None:

@@ -305,9 +305,7 @@ def test_s34_naming_the_owner_changes_nothing(gpu: SimDevice, pool: CachingAlloc
     assert span(pool.allocate(MIB, stream=a)) == where
 
 
-def test_s34_a_bare_handle_is_sealed_inside_the_free_that_was_given_it(
-    gpu: SimDevice, pool: CachingAllocator
-) -> None:
+def test_s34_a_bare_handle_is_sealed_inside_the_free_that_was_given_it(gpu: SimDevice, pool: CachingAllocator) -> None:
     """The caller may destroy the stream as soon as the free has returned (R9)."""
     a = Stream(gpu)
     with gpu.scope():

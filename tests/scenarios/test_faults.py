@@ -85,7 +85,7 @@ def growth(w: Work) -> None:
 def trim(w: Work) -> None:
     a = w.streams[0]
     w.attempt(
-        *(lambda i=i: w.get(f"b{i}", a, 2 * MIB) for i in range(4)),  # type: ignore[misc]
+        *(lambda i=i: w.get(f"b{i}", a, 2 * MIB) for i in range(4)),
         lambda: w.drop("b1", "b3"),
         w.gpu.run_until_idle,
         w.pool.trim,
@@ -109,7 +109,7 @@ def cross_stream(w: Work) -> None:
         w.gpu.advance(400)
 
     w.attempt(
-        *(lambda i=i: round_(i) for i in range(12)),  # type: ignore[misc]
+        *(lambda i=i: round_(i) for i in range(12)),
         lambda: a.wait_stream(b),
         w.pool.stats,
         w.pool.settle,
@@ -165,7 +165,7 @@ def assumed_uses(w: Work) -> None:
         w.drop("x")
         w.gpu.advance(300)
 
-    w.attempt(*(lambda i=i: round_(i) for i in range(12)), w.pool.stats, w.pool.settle)  # type: ignore[misc]
+    w.attempt(*(lambda i=i: round_(i) for i in range(12)), w.pool.stats, w.pool.settle)
 
 
 def ends(w: Work) -> None:

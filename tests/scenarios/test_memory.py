@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
 from allocator import Allocation, CachingAllocator, Config, OutOfMemoryError, SimDevice, Stream
+from allocator.config import REUSE_KINDS
 from tests.scenarios.lab import KIB, MIB, Lab, identity, overlap, read, span, used, write
 
 # -- S06: pending memory is settled before anything is given up ------------------------------------
@@ -22,8 +25,8 @@ def test_s06_the_only_block_that_fits_is_pending_on_another_stream(
     lab: Lab, backing: str, device_waits: bool, bounded_by: str
 ) -> None:
     gpu = lab.gpu(memory=64 * MIB if bounded_by == "device" else 1 << 30)
-    options = {} if device_waits else {"reuse": NO_DEVICE_WAITS}
-    pool = lab.pool(gpu, backing=backing, limit=64 * MIB if bounded_by == "limit" else 0, **options)
+    reuse = frozenset(REUSE_KINDS) if device_waits else NO_DEVICE_WAITS
+    pool = lab.pool(gpu, backing=backing, limit=64 * MIB if bounded_by == "limit" else 0, reuse=reuse)
     a, b, c = Stream(gpu), Stream(gpu), Stream(gpu)
     block = used(pool, a, 64 * MIB)
     b.wait_stream(a)
@@ -170,7 +173,12 @@ def test_s07_with_everything_switched_off_the_error_comes_at_once(lab: Lab) -> N
         collect_on_demand=False,
     )
     called: list[int] = []
-    pool.on_out_of_memory(lambda n: bool(called.append(n)) or True)
+
+    def callback(nbytes: int) -> bool:
+        called.append(nbytes)
+        return True
+
+    pool.on_out_of_memory(callback)
     a, b = Stream(gpu), Stream(gpu)
     used(pool, a, 64 * MIB, duration_ns=1000).close()
     with pytest.raises(OutOfMemoryError):
@@ -314,7 +322,7 @@ def test_s09_sizes_and_addresses_are_multiples_of_512_and_nothing_overlaps(
         live.append(a)
         gpu.advance(50)
     live.sort(key=lambda a: a.ptr)
-    assert all(a.ptr + a.size <= b.ptr for a, b in zip(live, live[1:], strict=False))
+    assert all(a.ptr + a.size <= b.ptr for a, b in pairwise(live))
     pool.check()
 
 
@@ -328,7 +336,7 @@ def test_s11_plain_segments_never_merge_and_go_back_as_they_came(lab: Lab, seed:
     s = Stream(gpu)
     blocks = [used(pool, s, 4 * MIB) for _ in range(6)]
     places = sorted(span(b) for b in blocks)
-    assert all(p + n == q for (p, n), (q, _) in zip(places, places[1:], strict=False)), "the device must let them touch"
+    assert all(p + n == q for (p, n), (q, _) in pairwise(places)), "the device must let them touch"
     random.Random(seed).shuffle(blocks)
     while blocks:
         blocks.pop().close()
@@ -415,9 +423,7 @@ def test_s12_a_free_succeeds_whatever_happened_to_the_index_in_between(
 @pytest.mark.parametrize("backing", ["vmm", "malloc"])
 @pytest.mark.parametrize("uses", ["declared", "assumed"])
 @pytest.mark.parametrize("seed", range(4))
-def test_s12_after_any_sequence_every_byte_belongs_to_one_block(
-    lab: Lab, backing: str, uses: str, seed: int
-) -> None:
+def test_s12_after_any_sequence_every_byte_belongs_to_one_block(lab: Lab, backing: str, uses: str, seed: int) -> None:
     gpu = lab.gpu(memory=256 * MIB, touching=bool(seed % 2))
     pool = lab.pool(gpu, backing=backing, uses=uses, limit=192 * MIB, wait_timeout=0.01, seal_frees=8)
     draw = random.Random(seed)
@@ -442,7 +448,9 @@ def test_s12_after_any_sequence_every_byte_belongs_to_one_block(
             case 8:
                 gpu.advance(draw.randrange(1500))
             case 9:
-                draw.choice([pool.trim, pool.snapshot, pool.stats, pool.check, lambda: pool.trim(64 * MIB)])()
+                calls: list[Callable[[], object]] = [pool.trim, pool.snapshot, pool.stats, pool.check]
+                calls.append(lambda: pool.trim(64 * MIB))
+                draw.choice(calls)()
         if draw.random() < 0.1:
             identity(pool)
             assert pool.stats().reserved_bytes == gpu.used_bytes

@@ -18,7 +18,16 @@ from typing import Any
 import pytest
 
 import allocator
-from allocator import Allocation, AllocatorError, CachingAllocator, Config, ForkError, OutOfMemoryError, SimDevice, Stream
+from allocator import (
+    Allocation,
+    AllocatorError,
+    CachingAllocator,
+    Config,
+    ForkError,
+    OutOfMemoryError,
+    SimDevice,
+    Stream,
+)
 from allocator.devices.sim.world import WORLD
 from tests.scenarios.lab import KIB, MIB, Lab, identity, in_thread, overlap, span, used, write
 

@@ -38,7 +38,10 @@ def test_a_negative_request_is_a_value_error() -> None:
         check_request(-3)
 
 
-@given(st.integers(0, 1 << 50), st.sampled_from([("", 1), ("B", 1), ("KiB", KIB), ("MiB", MIB), ("GiB", GIB), ("TiB", TIB)]))
+@given(
+    st.integers(0, 1 << 50),
+    st.sampled_from([("", 1), ("B", 1), ("KiB", KIB), ("MiB", MIB), ("GiB", GIB), ("TiB", TIB)]),
+)
 def test_text_means_bytes(count: int, unit: tuple[str, int]) -> None:
     for text in (f"{count}{unit[0]}", f" {count} {unit[0]} ", f"{count}{unit[0].lower()}"):
         assert parse_size(text) == count * unit[1]
@@ -49,7 +52,9 @@ def test_a_share_is_of_the_whole(percent: int, whole: int) -> None:
     assert parse_size(f"{percent}%", whole=whole) == whole * percent // 100
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "1.5GiB", "1GB", "1 G", "GiB", "1e9", "101%", "%", "5%", "0x10", "1,000"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "-1", "1.5GiB", "1GB", "1 G", "GiB", "1e9", "101%", "%", "5%", "0x10", "1,000"]
+)
 def test_other_text_is_one_clear_value_error(text: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_size(text, whole=None if text == "5%" else 1024)
