@@ -10,6 +10,8 @@ Next: ../blocks/pages.py (which addresses), ladder.py (when).
 
 from __future__ import annotations
 
+import time
+
 from allocator.blocks import IDLE, KINDS, LARGE, SMALL, Backing, Block, Heap, PlainMemory, Segment, Space, VirtualMemory
 from allocator.caching.accounting import Accounts
 from allocator.caching.shelves import Shelves
@@ -183,56 +185,75 @@ class Growth:
     def release(self, reason: str, most: int) -> int:
         """Give idle segments back until `most` bytes are; returns the bytes given back.
 
-        The caller has flushed and refreshed the shelves.  Driver calls: those of `Backing.detach`.  A segment
-        that the driver refuses to take stays in the pool.
+        One at a time, so that what is not yet on its way can still serve other threads (S16).  The caller has
+        flushed and refreshed the shelves.  Driver calls: those of `Backing.detach`.  A segment that the driver
+        refuses to take stays in the pool, and ends the attempt.
         """
+        device, accounts = self._device, self._accounts
         freed = 0
-        with self._lock:
-            self._accounts.mark()
-            leaving, self._unreleased = self._unreleased, []
-            self.growing += sum(segment.size for segment in leaving)  # still held, until the driver has it back
-            chosen = self._choose(most)
-            self._accounts.mark()
-        device = self._device
-        started = device.clock_ns()
-        with device.scope():
-            for segment in leaving + chosen:
-                ptr, size = segment.ptr, segment.size
-                try:
-                    self.backing.detach(segment)
-                except DriverError as error:
-                    self._registry.failed(error)
-                    self._keep(segment, ptr)
-                    continue
-                freed += size
-                with self._lock:
-                    if ptr and self._spaces is not None:
-                        self._space_of(ptr).give_back(ptr, ptr + size)
-                    self.growing -= size
-                    self._accounts.releases[reason] += 1
-                    self._accounts.release_bytes[reason] += size
-        if leaving or chosen:
+        for left in self._take_unreleased():
+            freed += self._detach(left, reason)
+        while freed < most:
+            with self._lock:
+                accounts.mark()
+                segment = self._take_one()
+                accounts.mark()
+            if segment is None:
+                break
+            started = device.clock_ns()
+            given = self._detach(segment, reason)
             with self._lock:
                 call = "cuMemUnmap" if self._heap.joined else "cuMemFree"
-                self._accounts.driver_seconds[call] += (device.clock_ns() - started) / 1e9
+                accounts.driver_seconds[call] += (device.clock_ns() - started) / 1e9
+            if not given:
+                break
+            freed += given
         return freed
 
-    def _choose(self, most: int) -> list[Segment]:
-        """Take idle segments out of the heap.  Under the lock."""
-        chosen: list[tuple[Segment, Block]] = []
-        total = 0
+    def _detach(self, segment: Segment, reason: str) -> int:
+        """Give one segment back that is out of the heap; its bytes, or 0 if the driver refused."""
+        ptr, size = segment.ptr, segment.size
+        try:
+            with self._device.scope():
+                self.backing.detach(segment)
+        except DriverError as error:
+            self._registry.failed(error)
+            self._keep(segment, ptr)
+            return 0
+        with self._lock:
+            if ptr and self._spaces is not None:
+                self._space_of(ptr).give_back(ptr, ptr + size)
+            self.growing -= size
+            self._accounts.releases[reason] += 1
+            self._accounts.release_bytes[reason] += size
+        return size
+
+    def _take_unreleased(self) -> list[Segment]:
+        with self._lock:
+            leaving, self._unreleased = self._unreleased, []
+            self.growing += sum(segment.size for segment in leaving)  # still held, until the driver has it back
+        return leaving
+
+    def _take_one(self) -> Segment | None:
+        """Take an idle segment out of the heap, the one at the highest address of a block.  Under the lock."""
         least = self._device.granularity if self._heap.joined else 1
         for kind in KINDS:
             for block in self._shelves.idle[kind].from_size(least):
-                for segment in reversed(self._heap.inside(block)):
-                    if total >= most:
-                        break
-                    total += segment.size
-                    chosen.append((segment, block))
-        for segment, block in chosen:  # highest first within a block, so what is left keeps being `block`
-            self._cut_out(segment, block)
-            self.growing += segment.size  # still held, until the driver has it back
-        return [segment for segment, _ in chosen]
+                inside = self._heap.inside(block)
+                if inside:
+                    segment = inside[-1]
+                    self._cut_out(segment, block)
+                    self.growing += segment.size  # still held, until the driver has it back
+                    return segment
+        return None
+
+    def wait_for_others(self, seconds: float) -> bool:
+        """Wait, bounded, while other threads' memory is on its way to or from the driver; True if it has changed."""
+        before = self.growing
+        until = time.monotonic() + seconds
+        while self.growing and self.growing == before and time.monotonic() < until:
+            time.sleep(0.0002)
+        return self.growing != before
 
     def _cut_out(self, segment: Segment, block: Block) -> None:
         """Remove one segment from the idle block that holds it; what is left of the block stays idle."""

@@ -91,6 +91,7 @@ class Ladder:
             or self._host_wait(request)
             or self._call_back(request)
             or self._collect(request)
+            or self._wait_for_others(request)
         )
 
     # -- 1, 2, 3 --------------------------------------------------------------------------------
@@ -372,7 +373,7 @@ class Ladder:
 
     def _release(self, request: Request) -> Block | None:
         """Idle memory that cannot serve, given back, may make room for a piece that can."""
-        if not self._config.release_on_demand or (self._growth.backing.stalls and self._registry_busy()):
+        if not self._config.release_on_demand or (self._growth.backing.stalls and not self.all_over()):
             return None
         if self._growth.release("out_of_memory", 1 << 62):
             block = self._grow(request, step="release")
@@ -381,9 +382,22 @@ class Ladder:
             return block
         return None
 
-    def _registry_busy(self) -> bool:
-        with self._lock:
-            return self._accounts.in_flight() > 0
+    def all_over(self) -> bool:
+        """Is every stream of the context idle?  Asked before what waits for the whole device (R13)."""
+        registry, sealing = self._registry, self._sealing
+        with registry.lock:
+            lines = registry.seen()
+        blocking_idle = sealing.query(registry.legacy)
+        for line in lines:
+            if line.kind is Kind.LEGACY or line.kind.blocking:
+                if not blocking_idle:
+                    return False
+            elif line.ended or not registry.reachable(line):
+                if line.completed < line.here.at[line.number]:
+                    return False
+            elif not sealing.query(line):
+                return False
+        return True
 
     def _host_wait(self, request: Request) -> Block | None:
         if not self._config.wait_on_demand:
@@ -491,6 +505,12 @@ class Ladder:
         if block is not None:
             self._accounts.retries[step] += 1
         return block
+
+    def _wait_for_others(self, request: Request) -> Block | None:
+        """Memory that another thread is giving back at this moment is no reason to fail (S16)."""
+        if self._config.wait_on_demand and self._growth.wait_for_others(self._config.wait_timeout):
+            return self._retry(request, "host_wait")
+        return None
 
     def _last_release(self, request: Request, step: str) -> Block | None:
         """The very last step may wait for the device, which plain memory's free does (R13)."""

@@ -246,6 +246,7 @@ class CachingAllocator:
 
     def declare_use(self, allocation: Allocation, stream: object) -> None:
         """`Allocation.record_stream`: one more user for the stamp (R3)."""
+        self._registry.check_forked()
         if allocation.closed:
             raise ValueError("record_stream on a closed allocation: declare the use before the free")
         line, _ = target(self.device, stream)
@@ -309,9 +310,10 @@ class CachingAllocator:
         per_stream: also the figures by stream, which cost O(blocks).  Driver calls: one query for each stream
         with unsealed frees, and of the events in flight; none that can block.
         """
-        if not self._registry.forked:
-            self._ask()
+        self._registry.check_forked()
+        self._ask()
         with self._lock:
+            self._accounts.mark()
             self._shelves.flush_finished(AT_SCRAPE)
             self._shelves.refresh()
             return self._accounts.stats(
@@ -352,20 +354,25 @@ class CachingAllocator:
 
     def snapshot(self) -> dict[str, Any]:
         """Every segment and block, in the shape that PyTorch's memory viewer reads.  O(blocks)."""
+        self._registry.check_forked()
         with self._lock:
             self._frees.drain()
+            self._accounts.mark()
             self._shelves.flush()
             self._shelves.refresh()
+            self._accounts.mark()
             return snapshot(self._heap, self.device.ordinal)
 
     def reset_peaks(self) -> None:
         """Let the peaks start again from the present values."""
+        self._registry.check_forked()
         with self._lock:
             self._frees.drain()
             self._accounts.reset_peaks()
 
     def check(self) -> None:
         """Walk everything and raise AssertionError, with a dump, if anything is out of place.  O(blocks)."""
+        self._registry.check_forked()
         with self._lock:
             self._frees.drain()
             binned = {id(b) for bins in self._bins for sizes in bins.values() for bin_ in sizes.values() for b in bin_}
@@ -399,8 +406,8 @@ class CachingAllocator:
             self._shelves.refresh()
             self._accounts.mark()
             most = self._growth.held - keep
-            if most <= 0 or (self._growth.backing.stalls and self._accounts.in_flight() > 0):
-                return 0
+        if most <= 0 or (self._growth.backing.stalls and not self._ladder.all_over()):
+            return 0
         return self._growth.release(reason, most)
 
     def set_limit(self, nbytes: int) -> None:
@@ -484,8 +491,7 @@ class CachingAllocator:
             self._accounts.mark()
             self._shelves.refresh()
             self._accounts.mark()
-            stalls = self._growth.backing.stalls and self._accounts.in_flight() > 0
-        if not stalls:
+        if not self._growth.backing.stalls or self._ladder.all_over():
             self._growth.release("close", 1 << 62)
         if self._growth.empty and not self.frees:
             self._growth.close()

@@ -186,6 +186,9 @@ class Shelves:
             return False
         self._version = registry.version
         moved = False
+        for own in self.own:
+            for number in [n for n, shelf in own.items() if not shelf and n not in registry.lines]:
+                del own[number]  # the stream has ended, and nothing of it is in flight
         for number in list(self._watch):
             line = registry.lines.get(number)
             done = registry.context.completed if number == CONTEXT else line.completed if line is not None else None
@@ -200,10 +203,6 @@ class Shelves:
                         moved = True
             if not by_seqno:
                 del self._watch[number]
-            if done is None:
-                for own in self.own:
-                    if number in own and not own[number]:
-                        del own[number]
         return moved
 
     def waiting(self) -> list[Timeline]:
@@ -276,9 +275,7 @@ class Shelves:
         """Shelves that may hold what `line` has waited for, or reaches through legacy (R6)."""
         own = self.own[kind]
         numbers = set(line.clock.at)
-        if self._edges and line.kind.blocking:
-            numbers.add(self._registry.legacy.number)
-        elif self._edges and line is self._registry.legacy:
+        if self._edges and line is self._registry.legacy:
             lines = self._registry.lines
             numbers.update(n for n in own if n in lines and lines[n].kind.blocking)
         for number in numbers & own.keys() if len(numbers) > len(own) else [n for n in numbers if n in own]:
@@ -312,11 +309,8 @@ class Shelves:
             if number == line.number or at.get(number, 0) >= seqno:
                 continue
             other = self._registry.lines.get(number)
-            if self._edges and other is not None:
-                if other is self._registry.legacy and line.kind.blocking:
-                    continue
-                if line is self._registry.legacy and other.kind.blocking:
-                    continue
+            if self._edges and other is not None and line is self._registry.legacy and other.kind.blocking:
+                continue
             return False
         return True
 

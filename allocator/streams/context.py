@@ -49,13 +49,16 @@ class ContextTimeline:
         self.pending += 1
         return self.pending - 1
 
-    def publish(self, seal: ContextSeal) -> None:
-        """`seal.need` covers `seal.seqno`, and every event that it relies on has been asked for."""
+    def publish(self, seal: ContextSeal) -> bool:
+        """`seal.need` covers `seal.seqno`.  False if nobody needs it: a later one is complete already."""
+        if seal.seqno <= self.completed:
+            return False
         at = len(self.in_flight)
         while at and self.in_flight[at - 1].seqno > seal.seqno:
             at -= 1
         self.in_flight.insert(at, seal)
         self.sealed = max(self.sealed, seal.seqno)
+        return True
 
     def advance(self, lines: Mapping[int, Timeline]) -> list[Sealed]:
         """Complete every seal whose need is complete; returns their context events.  O(completed + 1 need).

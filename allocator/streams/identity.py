@@ -16,6 +16,9 @@ from allocator.devices import LEGACY, PER_THREAD
 _BORROWED: Final = frozenset({"ExternalStream"})
 """Class names of stream objects that wrap a handle without owning it (CuPy's, PyTorch's)."""
 
+_LIBRARIES: Final = frozenset({"cupy", "torch", "cuda", "rmm", "numba", "pycuda", "jax"})
+"""Top-level modules whose stream objects own their handle although they may not speak `__cuda_stream__`."""
+
 _ATTRIBUTES: Final = ("handle", "ptr", "cuda_stream", "value")
 
 
@@ -70,8 +73,15 @@ def handle_of(stream: object) -> int:
 
 
 def owns_handle(stream: object) -> bool:
-    """True if holding `stream` keeps its handle alive: not for ints and for wrappers of a foreign handle."""
-    return not isinstance(stream, int) and type(stream).__name__ not in _BORROWED
+    """True if holding `stream` is known to keep its handle alive (R9).
+
+    By the protocol an object with `__cuda_stream__` does, and so do the streams of known libraries.  Ints, wrappers
+    of a foreign handle, and anything else that merely has a handle somewhere do not: like a bare handle.
+    """
+    cls = type(stream)
+    if isinstance(stream, int) or cls.__name__ in _BORROWED:
+        return False
+    return hasattr(stream, "__cuda_stream__") or cls.__module__.partition(".")[0] in _LIBRARIES
 
 
 def is_special(handle: int) -> bool:

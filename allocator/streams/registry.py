@@ -199,7 +199,9 @@ class Registry:
         given: a handle that the caller knows to be alive.  Otherwise it is read anew from the owner, which is
         held meanwhile.  A per-thread stream has a handle in its own thread only.
         """
-        if given is not None:
+        if self.forked:
+            yield None
+        elif given is not None:
             yield given
         elif line.kind is Kind.LEGACY:
             yield LEGACY
@@ -272,9 +274,9 @@ class Registry:
         """Is stamp <= known(S)?  May S take memory with this stamp, with no driver call?
 
         known(S) is its clock, what is complete, and S itself.  exempt: S is the block's own owner, so the users
-        that are only assumed do not count (R3).  legacy_edges: work on a blocking stream is ordered behind what
-        legacy has been given, and legacy's behind theirs; true of declared uses only, and what was reached
-        through them must stay in the next stamp (R6).
+        that are only assumed do not count (R3).  legacy_edges: legacy's work is ordered behind that of every
+        blocking stream; true of declared uses only, and what was reached that way must stay in the next stamp.
+        The other direction is no help: a host wait for an idle blocking stream does not wait for legacy (R6).
         """
         at = line.clock.at
         me = line.number
@@ -292,9 +294,7 @@ class Registry:
             other = self.lines.get(number)
             if other is None or other.completed >= seqno:
                 continue
-            if legacy_edges and (
-                (other.kind is Kind.LEGACY and line.kind.blocking) or (line.kind is Kind.LEGACY and other.kind.blocking)
-            ):
+            if legacy_edges and line.kind is Kind.LEGACY and other.kind.blocking:
                 continue
             return False
         return True
@@ -388,13 +388,17 @@ class Registry:
 
     # -- errors --------------------------------------------------------------------------------
 
-    def check_usable(self) -> None:
-        """Raise if no driver call may be made: after a fork, or once the context is lost."""
+    def check_forked(self) -> None:
+        """Raise ForkError in a child process: before any lock, which another thread may have held at the fork (S21)."""
         if self.forked:
             raise ForkError(
-                f"this pool belongs to the parent process of {os.getpid()}: CUDA does not survive a fork; "
+                f"made in the parent of process {os.getpid()}: CUDA does not survive a fork; "
                 "make a new pool in the child, or start it with multiprocessing's 'spawn'"
             )
+
+    def check_usable(self) -> None:
+        """Raise if no driver call may be made: after a fork, or once the context is lost."""
+        self.check_forked()
         if self.lost is not None:
             raise DriverError("the device", self.lost, "the context is lost; restart the process", sticky=True)
 
@@ -443,6 +447,7 @@ class _ThreadToken:
 
 
 def _after_fork_in_child() -> None:
+    Registry._all_lock = threading.Lock()
     for registry in list(Registry._all.values()):
         registry.forked = True
 

@@ -254,7 +254,8 @@ class Sealing:
                 need[line.number] = line.close_seqno()[0]
         event = self._record_context(seqno) if context_event else None
         with registry.lock:
-            registry.context.publish(ContextSeal(seqno, VectorClock(need), event))
+            if not registry.context.publish(ContextSeal(seqno, VectorClock(need), event)) and event is not None:
+                registry.events.give_back(event.event)  # another thread's later seal is complete already
             registry.advance_context()
 
     def _record_context(self, seqno: int) -> Sealed | None:
@@ -367,6 +368,8 @@ class Sealing:
         works, as in a capture, the owner is kept and the next `end_finished` tries again.
         """
         registry = self.registry
+        if registry.forked:
+            return
         with registry.lock:
             if line.kind is Kind.LEGACY or (line.ended and line.owner is None):
                 return

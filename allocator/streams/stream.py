@@ -118,6 +118,7 @@ class Stream:
             return PER_THREAD
         if self.timeline.kind is Kind.LEGACY:
             return LEGACY
+        self.registry.check_forked()
         with self.registry.borrow(self.timeline) as handle:
             if handle is None and not self.timeline.ended:
                 handle = self._bare  # the caller of a bare handle keeps it alive as long as the block (R9)
@@ -167,11 +168,13 @@ class Stream:
 
     def synchronize(self) -> None:
         """Wait on the host for all work of the stream."""
+        self.registry.check_usable()
         self.registry.before_mark()
         Sealing(self.registry).synchronize(self._require(), self._bare)
 
     def query(self) -> bool:
         """True if the stream is idle."""
+        self.registry.check_usable()
         self.registry.before_mark()
         return Sealing(self.registry).query(self._require(), self._bare)
 
