@@ -24,7 +24,9 @@ from tests.model.programs import Step, Universe
 BLOCKING = ("blocking", "thread", "thread2", "legacy", "foreign", "bare")
 ENDS = ("alloc", "use", "free_on")
 """Words that launch a kernel on a block: only there can a race be seen."""
-IDEMPOTENT = frozenset({"record", "wait", "wait_stream", "sync", "sync_event", "query", "query_event", "stats", "trim", "settle"})
+IDEMPOTENT = frozenset(
+    {"record", "wait", "wait_stream", "sync", "sync_event", "query", "query_event", "stats", "trim", "settle"}
+)
 UNAWARE = frozenset({"wait", "tick", "idle", "use"})
 """Steps that do not look into the pool's queue of frees."""
 TIME = frozenset({"tick", "idle"})
@@ -86,9 +88,16 @@ class Shadow:
     def copy(self) -> Shadow:
         """To go on from in another way."""
         return Shadow(
-            list(self.owner), self.live, self.used_before, list(self.behind), self.legacy, self.host,
-            list(self.events), self.touched, list(self.streams),
-        )  # fmt: skip
+            list(self.owner),
+            self.live,
+            self.used_before,
+            list(self.behind),
+            self.legacy,
+            self.host,
+            list(self.events),
+            self.touched,
+            list(self.streams),
+        )
 
     def allows(self, universe: Universe, step: Step) -> bool:
         """May the step come next, by the contract and as the one of its class that is generated?"""
@@ -106,7 +115,7 @@ class Shadow:
             if not self.live >> block & 1:
                 return False
             if slot == self.owner[block]:
-                return word == "use"
+                return bool(word == "use")
             known = self.behind[slot] | self.host | (self.legacy if kinds[slot] in BLOCKING else 0)
             return bool(known >> block & 1)
         if word == "free":
@@ -240,7 +249,10 @@ class Enumeration:
         self.steps = steps_of(universe)
         rank = {step: n for n, step in enumerate(sorted(self.steps, key=_order))}
         self._swapped = {
-            (one, two) for one in self.steps for two in self.steps if rank[two] < rank[one] and independent(universe, one, two)
+            (one, two)
+            for one in self.steps
+            for two in self.steps
+            if rank[two] < rank[one] and independent(universe, one, two)
         }
 
     def next_steps(self, program: list[Step], shadow: Shadow) -> Iterator[Step]:

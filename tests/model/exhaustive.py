@@ -96,9 +96,7 @@ def run_unit(unit: Unit) -> Unit:
 
 def units_of(names: Sequence[str], length: int, shard: tuple[int, int]) -> list[Unit]:
     """What there is to do, in the order of the universes."""
-    units = [
-        Unit(name, length, prefix) for name in names for prefix in Enumeration(BY_NAME[name], length).prefixes(2)
-    ]
+    units = [Unit(name, length, prefix) for name in names for prefix in Enumeration(BY_NAME[name], length).prefixes(2)]
     return units[shard[0] - 1 :: shard[1]]
 
 
@@ -143,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"length {options.length}, {'complete' if complete else 'NOT complete'}, shard {options.shard}: "
         f"{sum(total.programs.values())} programs, {total.wrong_programs} of them wrong by themselves, "
-        f"{len(total.failures)} failures, {sum(total.programs.values()) / max(total.seconds, 1e-9):.0f} programs/s and process"
+        f"{len(total.failures)} failures, "
+        f"{sum(total.programs.values()) / max(total.seconds, 1e-9):.0f} programs/s and process"
     )
     for failure in total.failures:
         print("FAILED", failure)

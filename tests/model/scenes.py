@@ -1,6 +1,7 @@
 """Programs in which a driver call fails, or a capture begins: what words alone cannot say.
 
-Each scene plays against the real pool and returns what went wrong, or None.  With the mutant that names it, something does.
+Each scene plays against the real pool and returns what went wrong, or None: something, with the mutant that
+names it.
 Next: mutants.py, test_mutants.py.
 """
 
@@ -232,8 +233,19 @@ def two_streams_that_compare_equal() -> str | None:
 SCENES: Final[dict[str, Callable[[], str | None]]] = {
     scene.__name__: scene
     for scene in (
-        a_wait_that_fails, two_events_that_are_one, a_stream_that_waits_after_it_was_sealed, an_event_whose_wait_fails, a_record_that_fails, an_event_whose_record_fails,
-        an_event_recorded_in_a_capture, a_current_stream, a_capture_that_begins_during_a_record,
-        a_stream_that_captures, a_query_that_fails, a_free_queued_twice, an_event_query_that_fails, two_streams_that_compare_equal,
+        a_wait_that_fails,
+        two_events_that_are_one,
+        a_stream_that_waits_after_it_was_sealed,
+        an_event_whose_wait_fails,
+        a_record_that_fails,
+        an_event_whose_record_fails,
+        an_event_recorded_in_a_capture,
+        a_current_stream,
+        a_capture_that_begins_during_a_record,
+        a_stream_that_captures,
+        a_query_that_fails,
+        a_free_queued_twice,
+        an_event_query_that_fails,
+        two_streams_that_compare_equal,
     )
-}  # fmt: skip
+}

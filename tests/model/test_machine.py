@@ -10,6 +10,7 @@ Driver calls are made to fail, limits moved, captures begun; after each step `ch
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import hypothesis.strategies as st
@@ -98,7 +99,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.events = [Event(self.gpu) for _ in range(2)]
         self.their_events = [Event(self.naive) for _ in range(2)]
         self.pool = CachingAllocator(
-            self.gpu, Config(uses="declared", collect_on_demand=False, detect_captures=detect, wait_timeout=0.01, **config)
+            self.gpu,
+            Config(uses="declared", collect_on_demand=False, detect_captures=detect, wait_timeout=0.01, **config),
         )
         with self.naive.scope():
             self.base = self.naive.mem_alloc(2 * MIB)
@@ -358,10 +360,8 @@ class PoolMachine(RuleBasedStateMachine):
         for line in list(self.pool._registry.lines.values()):
             if line.poisoned is not None:
                 self.pool.abandon(Stream.of(self.gpu, None, line))
-        try:
+        with suppress(AllocatorError):
             self.pool.settle()
-        except AllocatorError:
-            pass
         self.pool.close()
         for _ in range(3):
             self.pool.stats()

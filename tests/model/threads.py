@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -123,6 +124,13 @@ class Scheduler:
             self._turns[other].release()
             self._turns[me].acquire()
 
+    def _sleep(self, seconds: float) -> None:
+        """Whoever sleeps lets the other go on: there is no other time in here."""
+        me = self.me()
+        if me >= 0:
+            self.points += 1
+            self._switch(me)
+
     def run(self, gpu: SimDevice, bodies: Sequence[Callable[[], object]], plan: Plan = ()) -> int:
         """Run them to their ends; returns the number of points passed.  Raises the first error of a body."""
         self._turns = [threading.Semaphore(0) for _ in bodies]
@@ -149,6 +157,7 @@ class Scheduler:
 
         threads = [threading.Thread(target=call, args=pair, daemon=True) for pair in enumerate(bodies)]
         gpu.before_call = self.point
+        real_sleep, time.sleep = time.sleep, self._sleep
         try:
             for thread in threads:
                 thread.start()
@@ -158,6 +167,7 @@ class Scheduler:
                 assert not thread.is_alive(), f"a thread hangs; {self.trace[-20:]}"
         finally:
             gpu.before_call = None
+            time.sleep = real_sleep
         if errors:
             raise errors[0]
         return self.points

@@ -18,6 +18,8 @@ THREADS = ("thread", "thread2", "nb")
 FOREIGN = ("foreignnb", "foreign", "legacy")
 ONE_PAGE: dict[str, Any] = {"limit": 2 * MIB, "wait_on_demand": False}
 EAGER: dict[str, Any] = {"seal_frees": 1}
+SMALL: dict[str, Any] = {"small_request": 2 * MIB}
+"""All sizes are small ones, which always go through the bins."""
 ORDER = ("alloc", "free", "use", "wait_stream")
 EVENTS = ("alloc", "free", "record", "wait", "use")
 HOST = ("alloc", "free", "use", "sync", "query", "tick")
@@ -39,11 +41,20 @@ UNIVERSES: Final = (
     Universe("one-page-eager", LEGACY, ORDER, config={**ONE_PAGE, **EAGER}),
     Universe("two-pages", LEGACY, ("alloc", "free", "use", "wait_stream", "tick"), config={"limit": 4 * MIB}),
     Universe("halves", ("nb", "nb", "legacy"), ("alloc", "free", "wait_stream"), sizes=(0, 1), blocks=4),
-    Universe("halves-one-page", ("nb", "blocking", "legacy"), ("alloc", "free", "wait_stream"), sizes=(0, 1), blocks=4, config=ONE_PAGE),
+    Universe(
+        "halves-one-page",
+        ("nb", "blocking", "legacy"),
+        ("alloc", "free", "wait_stream"),
+        sizes=(0, 1),
+        blocks=4,
+        config=ONE_PAGE,
+    ),
     Universe("ends", ("nb", "blocking", "legacy"), ("alloc", "free", "use", "wait_stream", "renew"), config=ONE_PAGE),
     Universe("ends-foreign", FOREIGN, ("alloc", "free", "use", "wait_stream", "renew", "stats"), config=ONE_PAGE),
     Universe("late", ("nb", "blocking", "nb"), ("alloc", "free", "record", "wait", "stats", "tick"), config=EAGER),
-    Universe("pool", LEGACY, ("alloc", "free", "stats", "trim", "settle", "tick", "wait_stream"), config={"limit": 4 * MIB}),
+    Universe(
+        "pool", LEGACY, ("alloc", "free", "stats", "trim", "settle", "tick", "wait_stream"), config={"limit": 4 * MIB}
+    ),
     Universe("malloc", LEGACY, ORDER, config={"backing": "malloc", "limit": 4 * MIB}),
     Universe("no-wait", NB3, ORDER, config={"reuse": frozenset({"event_dependency"}), **EAGER}),
     Universe("no-covered", LEGACY, ORDER, config={"reuse": frozenset({"internal_dependency"}), **ONE_PAGE}),
@@ -54,11 +65,26 @@ UNIVERSES: Final = (
     Universe("assumed-context", NB3, ORDER, assumed=True, config={"context_events": True, **ONE_PAGE, **EAGER}),
     Universe("assumed-context-legacy", LEGACY, ORDER, assumed=True, config={"context_events": True, **EAGER}),
     Universe("assumed-host", THREAD, HOST, assumed=True),
-    Universe("assumed-halves", ("nb", "nb", "legacy"), ("alloc", "free", "use", "wait_stream"), sizes=(0, 1), assumed=True, config=ONE_PAGE),
+    Universe(
+        "assumed-halves",
+        ("nb", "nb", "legacy"),
+        ("alloc", "free", "use", "wait_stream"),
+        sizes=(0, 1),
+        assumed=True,
+        config=ONE_PAGE,
+    ),
     Universe("assumed-ends", ("nb", "blocking", "nb"), (*ORDER, "renew"), assumed=True, config=ONE_PAGE),
     Universe("assumed-threads", THREADS, ORDER, assumed=True, config=ONE_PAGE),
+    Universe("bins", NB3, ORDER, config=SMALL),
+    Universe("bins-legacy", LEGACY, ORDER, config={**SMALL, **ONE_PAGE}),
+    Universe("bins-named", ("nb", "blocking", "legacy"), ("alloc", "free", "free_on", "wait_stream"), config=SMALL),
+    Universe("bins-assumed", NB3, ORDER, assumed=True, config={**SMALL, **EAGER}),
+    Universe(
+        "bins-halves", ("nb", "nb", "legacy"), ("alloc", "free", "wait_stream"), sizes=(0, 1), blocks=4, config=SMALL
+    ),
+    Universe("bins-ends", ("nb", "blocking", "legacy"), ("alloc", "free", "use", "wait_stream", "renew"), config=SMALL),
     Universe("quiet", LEGACY, ("alloc", "quiet", "free", "use", "sync", "wait_stream")),
     Universe("quiet-assumed", LEGACY, ("quiet", "alloc", "free", "use", "wait_stream"), assumed=True, config=EAGER),
-)  # fmt: skip
+)
 
 BY_NAME: Final = {universe.name: universe for universe in UNIVERSES}
