@@ -275,21 +275,25 @@ class CachingAllocator:
                 named = ANYONE  # used somewhere: everybody waits, the owner as well
                 # Texts only: a log record that outlives the call must not keep its frames, and so memory, alive.
                 _log.warning("close(stream=%s): %s; the memory waits for every stream", repr(stream), str(error))
+        line = named if isinstance(named, Timeline) else None
+        if stream is None and allocation.stream.bare is not None:
+            # By contract the caller has kept the bare handle alive up to this call; nobody will after it (S03, R9).
+            line, handle = allocation.stream.timeline, allocation.stream.bare
         allocation._generation = -1
         self.frees.append((allocation._block, generation, named))
         if handle is not None or self._careful or len(self.frees) >= 64:
-            self._after_free(named, handle)
+            self._after_free(line, handle)
 
-    def _after_free(self, named: Timeline | Anyone | None, handle: int | None) -> None:
+    def _after_free(self, line: Timeline | None, handle: int | None) -> None:
         """The free was given a handle that nobody keeps alive: stamp now and seal inside this call (R9)."""
         if self._registry.forked:
             return
         with self._lock:
             self._frees.drain()
             due = self._frees.due()
-        if handle is not None and isinstance(named, Timeline) and named.kind is not Kind.LEGACY:
-            if named.owner is None and named.kind is not Kind.PER_THREAD and not self._sealing.query(named, handle):
-                self._sealing.seal(named, handle)
+        if handle is not None and line is not None and line.kind in (Kind.BLOCKING, Kind.NON_BLOCKING):
+            if line.owner is None and not self._sealing.query(line, handle):
+                self._sealing.seal(line, handle)
         elif due:
             self._ladder.seal()
         if self._closed:
@@ -335,8 +339,12 @@ class CachingAllocator:
             self._accounts.mark()
             self._frees.drain()
             lines = self._shelves.waiting()
+        with self._registry.lock:
+            poisoned = [line for line in self._registry.seen() if line.poisoned is not None]
         self._sealing.poll(line for line in lines if line.in_flight)
         self._ladder.ask(lines)
+        for line in poisoned:  # an error was no answer; the next one may be (R11)
+            self._sealing.query(line)
         if self._growth.unreleased:
             self._growth.release("trim", 0)
         if self._registry.lost is not None:

@@ -33,11 +33,12 @@ class Stream:
     Driver calls: `cuStreamCreateWithPriority`, `cuStreamGetId`.  Raises DriverError.
     """
 
-    __slots__ = ("__weakref__", "_bare", "_device", "_owned", "registry", "timeline")
+    __slots__ = ("__weakref__", "_device", "_owned", "bare", "registry", "timeline")
 
     def __init__(self, device: Device, non_blocking: bool = True, priority: int = 0, name: str | None = None) -> None:
         self._owned: OwnedHandle | None = None
-        self._bare: int | None = None
+        self.bare: int | None = None
+        """A bare handle that its caller keeps alive as long as memory on it lives (R9).  For the allocator."""
         registry = Registry.of(device)
         registry.check_usable()
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -65,7 +66,7 @@ class Stream:
     @classmethod
     def _face(cls, device: Device, registry: Registry, line: Timeline | None, bare: int | None = None) -> Stream:
         self = cls.__new__(cls)
-        self._device, self.registry, self.timeline, self._owned, self._bare = device, registry, line, None, bare
+        self._device, self.registry, self.timeline, self._owned, self.bare = device, registry, line, None, bare
         return self
 
     @classmethod
@@ -121,7 +122,7 @@ class Stream:
         self.registry.check_forked()
         with self.registry.borrow(self.timeline) as handle:
             if handle is None and not self.timeline.ended:
-                handle = self._bare  # the caller of a bare handle keeps it alive as long as the block (R9)
+                handle = self.bare  # the caller of a bare handle keeps it alive as long as the block (R9)
             if handle is None:
                 raise StreamClosed(f"{self!r} has been closed")
             return handle
@@ -170,13 +171,13 @@ class Stream:
         """Wait on the host for all work of the stream."""
         self.registry.check_usable()
         self.registry.before_mark()
-        Sealing(self.registry).synchronize(self._require(), self._bare)
+        Sealing(self.registry).synchronize(self._require(), self.bare)
 
     def query(self) -> bool:
         """True if the stream is idle."""
         self.registry.check_usable()
         self.registry.before_mark()
-        return Sealing(self.registry).query(self._require(), self._bare)
+        return Sealing(self.registry).query(self._require(), self.bare)
 
     def close(self) -> None:
         """End the stream: no more work; queued work still runs.  Twice is harmless; the special streams never end."""
@@ -222,7 +223,7 @@ def target(device: Device, stream: object) -> tuple[Timeline, int | None]:
         line = face.line
         if line.ended:
             raise StreamClosed(f"{face!r} has been closed")
-        return line, face._bare
+        return line, face.bare
     return Registry.of(device).resolve(stream), handle_of(stream)
 
 
