@@ -20,9 +20,8 @@ class Foreign:
         with gpu.scope():
             self.ptr = gpu.stream_create(non_blocking=non_blocking, priority=0)
 
-    @property
-    def handle(self) -> int:
-        return self.ptr
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.ptr)
 
     def __eq__(self, other: object) -> bool:  # as CuPy's: by handle, which is recycled
         return isinstance(other, Foreign) and self.ptr == other.ptr

@@ -1,0 +1,125 @@
+"""Memory from the driver and back: sizes, limits, faults.  R13, S10."""
+
+from __future__ import annotations
+
+import pytest
+
+from allocator import CachingAllocator, Config, DriverError, OutOfMemoryError, SimDevice, Stream
+from tests.unit.caching.conftest import MIB, MakePool
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "reserved"),
+    [
+        (512, 2 * MIB),
+        (256 << 10, 2 * MIB),
+        (MIB, 2 * MIB),
+        (2 * MIB, 2 * MIB),
+        (3 * MIB, 4 * MIB),
+        (40 * MIB + 1, 42 * MIB),
+    ],
+)
+def test_a_request_is_served_from_whole_pieces(make: MakePool, nbytes: int, reserved: int) -> None:
+    pool = make(large_page=2 * MIB)
+    kept = pool.allocate(nbytes)
+    assert pool.stats().reserved_bytes == reserved
+    assert pool.stats().growths == 1
+    kept.close()
+
+
+def test_a_large_request_is_one_handle(gpu: SimDevice, pool: CachingAllocator) -> None:
+    pool.allocate(100 * MIB).close()
+    assert gpu.calls["cuMemCreate"] == gpu.calls["cuMemMap"] == gpu.calls["cuMemSetAccess"] == 1
+
+
+def test_pages_may_be_larger(make: MakePool) -> None:
+    pool = make(small_page=4 * MIB, large_page=32 * MIB)
+    small, large = pool.allocate(512), pool.allocate(3 * MIB)
+    assert pool.stats().reserved_bytes == 36 * MIB
+    more = [pool.allocate(3 * MIB) for _ in range(9)]
+    assert pool.stats().reserved_bytes == 36 * MIB
+    more.clear()
+    small.close()
+    large.close()
+
+
+def test_growing_takes_in_a_free_neighbour(gpu: SimDevice, pool: CachingAllocator) -> None:
+    s = Stream(gpu)
+    pool.allocate(4 * MIB, stream=s).close()
+    kept = pool.allocate(10 * MIB, stream=s)
+    stats = pool.stats()
+    assert (stats.reserved_bytes, stats.growths) == (10 * MIB, 2)
+    kept.close()
+
+
+def test_near_the_limit_pieces_get_smaller(make: MakePool) -> None:
+    pool = make(large_page=32 * MIB, limit=8 * MIB)
+    kept = pool.allocate(3 * MIB)
+    assert pool.stats().reserved_bytes == 8 * MIB
+    kept.close()
+
+
+def test_a_limit_that_is_no_multiple_of_a_page_is_kept(make: MakePool) -> None:
+    pool = make(limit=5 * MIB, wait_timeout=0.0)
+    live = [pool.allocate(2 * MIB), pool.allocate(2 * MIB)]
+    with pytest.raises(OutOfMemoryError):
+        pool.allocate(MIB)
+    assert pool.stats().reserved_bytes == 4 * MIB
+    live.clear()
+
+
+def test_s10_a_growth_that_fails_puts_its_neighbour_back(gpu: SimDevice, pool: CachingAllocator) -> None:
+    s = Stream(gpu)
+    pool.allocate(4 * MIB, stream=s).close()
+    for call in ("cuMemCreate", "cuMemMap", "cuMemSetAccess"):
+        gpu.fail(call, error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError, match=call):
+            pool.allocate(10 * MIB, stream=s)
+        pool.check()
+        stats = pool.stats()
+        assert stats.reserved_bytes == gpu.used_bytes == 4 * MIB
+        assert stats.allocated_bytes == 0
+    kept = pool.allocate(10 * MIB, stream=s)
+    assert gpu.used_bytes == 10 * MIB
+    kept.close()
+
+
+def test_s10_a_device_without_memory_is_no_driver_error(gpu: SimDevice, make: MakePool) -> None:
+    pool = make(wait_timeout=0.0)
+    gpu.others = 254 * MIB
+    with pytest.raises(OutOfMemoryError) as caught:
+        pool.allocate(4 * MIB)
+    assert caught.value.stats["device_size"] == 256 * MIB
+    gpu.others = 0
+    pool.allocate(4 * MIB).close()
+
+
+def test_r13_only_idle_memory_goes_back(gpu: SimDevice, pool: CachingAllocator) -> None:
+    a, b, c = Stream(gpu), Stream(gpu), Stream(gpu)
+    gpu.hold(a)
+    x, y = pool.allocate(4 * MIB, stream=a), pool.allocate(4 * MIB, stream=b)
+    gpu.launch(a, writes=[x])
+    x.close()
+    y.close()
+    c.wait_stream(a)  # C may take X; that does not make it idle
+    assert pool.trim() == 4 * MIB == gpu.used_bytes
+    gpu.resume(a)
+
+
+@pytest.mark.parametrize("backing", ["vmm", "malloc"])
+def test_a_closed_pool_frees_its_addresses(gpu: SimDevice, backing: str) -> None:
+    pool = CachingAllocator(gpu, config=Config(backing=backing))
+    pool.allocate(MIB).close()
+    pool.close()
+    assert gpu.used_bytes == 0
+    assert gpu.calls["cuMemAddressFree"] == gpu.calls["cuMemAddressReserve"] == (backing == "vmm")
+
+
+def test_a_device_without_virtual_memory_says_what_to_do() -> None:
+    from allocator import AllocatorError
+
+    gpu = SimDevice(memory=64 * MIB, virtual_memory=False)
+    with pytest.raises(AllocatorError, match="WEIR_BACKING=malloc") as caught:
+        CachingAllocator(gpu, config=Config())
+    assert "\n" not in str(caught.value)
+    CachingAllocator(gpu, config=Config(backing="malloc")).allocate(MIB).close()
