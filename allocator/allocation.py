@@ -12,6 +12,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from allocator.sizes import round_up
+
 if TYPE_CHECKING:
     from allocator.resource import Home
 
@@ -23,23 +25,24 @@ class Allocation:
     requested: bytes asked for.  stream: the resolved stream it was allocated on.
     """
 
-    __slots__ = ("__weakref__", "_block", "_generation", "_home", "ptr", "requested", "size", "stream")
+    __slots__ = ("__weakref__", "_block", "_generation", "_home", "ptr", "requested", "stream")
 
     ptr: int
-    size: int
     requested: int
     stream: Any
 
-    def __init__(
-        self, home: Home, block: Any, generation: int, ptr: int, size: int, requested: int, stream: Any
-    ) -> None:
+    def __init__(self, home: Home, block: Any, requested: int, stream: Any) -> None:
         self._home = home
         self._block = block
-        self._generation = generation
-        self.ptr = ptr
-        self.size = size
+        self._generation = block.generation
+        self.ptr = block.ptr
         self.requested = requested
         self.stream = stream
+
+    @property
+    def size(self) -> int:
+        """Bytes, after rounding."""
+        return round_up(self.requested)
 
     @property
     def device_id(self) -> int:
@@ -50,7 +53,8 @@ class Allocation:
     @property
     def closed(self) -> bool:
         """True once it has been given back."""
-        return self._generation < 0
+        generation: int = self._generation
+        return generation < 0
 
     def record_stream(self, stream: object) -> None:
         """The memory is also in use on `stream`, for everything queued there up to the free.
@@ -77,7 +81,6 @@ class Allocation:
     def __del__(self) -> None:
         generation = self._generation
         if generation >= 0:
-            self._generation = -1
             self._home.frees.append((self._block, generation, None))
 
     def __repr__(self) -> str:

@@ -52,7 +52,6 @@ class Accounts:
         self._heap = heap
         self._shelves = shelves
         self.allocated = 0
-        self.requested = 0
         self.high = 0
         """The most that `allocated` has been."""
         self.low = 0
@@ -61,6 +60,8 @@ class Accounts:
         self.peak_reserved = 0
         self.requested_sum = 0
         """Bytes ever asked for."""
+        self.freed_sum = 0
+        """Those of them that have been given back."""
         self.frees = 0
         self.cross_frees = 0
         self.served: Counter[str] = Counter()
@@ -81,6 +82,11 @@ class Accounts:
         self.growth_times = Times()
         self.device_free = -1
 
+    @property
+    def requested(self) -> int:
+        """Bytes that the callers of live blocks asked for."""
+        return self.requested_sum - self.freed_sum
+
     def mark(self) -> None:
         """Reserved or idle bytes are about to change, or have just changed: bring the peaks up to date."""
         held = self._heap.reserved - self._shelves.idle_bytes()
@@ -98,7 +104,6 @@ class Accounts:
         self.served_bytes[reuse] += block.size
         self.sizes[block.size] += 1
         self.requested_sum += requested
-        self.requested += requested
         self.allocated += block.size
         if self.allocated > self.high:
             self.high = self.allocated

@@ -40,52 +40,58 @@ class Frees:
         self._seal_frees = config.seal_frees
         self._seal_bytes = config.seal_bytes
         self.queue: FreeQueue[tuple[Block, int, Timeline | Anyone | None]] = FreeQueue()
-        self.frees_since = 0
-        """Frees since the streams were last sealed."""
-        self.bytes_since = 0
-        """Bytes freed since then; counted once `crossing`."""
+        self._frees_then = 0
+        self._freed_then = 0
         self.crossing = False
         """Frees on a second stream have been stamped: from now on when one seals decides how much is reused."""
         self.pressed: Callable[[], bool] = bool
         """Is memory scarce?  Set by the pool."""
         self._first: Owner | None = None
 
-    def drain(self) -> None:
-        """Stamp and put down every queued block.  Under the pool's lock; no driver call.  O(queue)."""
+    def drain(self) -> bool:
+        """Stamp and put down every queued block; True if it is time to seal (R13).
+
+        Under the pool's lock; no driver call.  O(queue).
+        """
         queue = self.queue
         accounts = self._accounts
         while queue:
             block, generation, named = queue[0]
             if block.generation == generation:
                 bin_ = block.bin
-                if bin_ is not None and named is None and not bin_.owner.ended:
-                    owner = bin_.owner
+                if bin_ is None or named is not None or (owner := bin_.owner).ended:
+                    self._retire(block, named)
+                else:
                     block.stamp = owner.here if not bin_.assumed else self._registry.stamp(owner, True)  # type: ignore[arg-type]  # owners are timelines
                     block.generation = generation + 1
-                    accounts.allocated -= block.size
-                    accounts.requested -= block.requested
+                    accounts.frees += 1
+                    accounts.freed_sum += block.requested
+                    accounts.allocated = allocated = accounts.allocated - bin_.size
+                    if allocated < accounts.low:
+                        accounts.low = allocated
                     bin_.append(block)
                     if owner is not self._first:
                         self._met(owner)
-                    if self.crossing:
-                        self.bytes_since += block.size
-                else:
-                    self._retire(block, named)
-                accounts.frees += 1
-                self.frees_since += 1
             queue.popleft()
-        if accounts.allocated < accounts.low:
-            accounts.low = accounts.allocated
+        return self.crossing and self._due()
 
-    def due(self) -> bool:
-        """Is it time to seal?  Under pressure at every drain: a late event covers later work as well (R13)."""
-        if not self.crossing or not self.frees_since:
+    def _due(self) -> bool:
+        """Enough frees or bytes since the last time?  Under pressure always: a late event covers later work as well."""
+        accounts = self._accounts
+        frees = accounts.frees - self._frees_then
+        if not frees:
             return False
-        return self.frees_since >= self._seal_frees or self.bytes_since >= self._seal_bytes or self.pressed()
+        freed_bytes = accounts.freed_sum - self._freed_then
+        return frees >= self._seal_frees or freed_bytes >= self._seal_bytes or self.pressed()
+
+    @property
+    def unsealed(self) -> bool:
+        """Has anything been freed since the streams were last sealed?"""
+        return self._accounts.frees != self._frees_then
 
     def sealed(self) -> None:
-        """The streams have just been sealed."""
-        self.frees_since = self.bytes_since = 0
+        """The streams are about to be sealed.  Under the pool's lock."""
+        self._frees_then, self._freed_then = self._accounts.frees, self._accounts.freed_sum
 
     def _met(self, owner: Owner) -> None:
         if self._first is None:
@@ -114,7 +120,6 @@ class Frees:
             self._accounts.cross_frees += 1
         elif owner is not self._first:
             self._met(owner)
-        self.bytes_since += block.size
         self._shelves.stamped.update(stamp.at)
         block.stamp = stamp
         block.users = None
@@ -123,6 +128,7 @@ class Frees:
         accounts = self._accounts
         accounts.mark()
         accounts.allocated -= block.size
-        accounts.requested -= block.requested
+        accounts.freed_sum += block.requested
+        accounts.frees += 1
         self._shelves.place(block)
         accounts.mark()

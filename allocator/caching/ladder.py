@@ -222,7 +222,7 @@ class Ladder:
                 self._accounts.mark()
             if block is not None:
                 return block
-            if self._frees.crossing and self._frees.frees_since:
+            if self._frees.crossing and self._frees.unsealed:
                 self.seal(
                     (request.line, request.given)
                 )  # what is marked now can serve the next request that would grow

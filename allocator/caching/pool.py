@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from allocator.allocation import Allocation
 from allocator.blocks import Block, Heap
@@ -29,7 +29,7 @@ from allocator.caching.snapshot import snapshot
 from allocator.config import Config
 from allocator.devices import CudaDevice, Device
 from allocator.errors import AllocatorError, DriverError, OutOfMemoryError, PoolClosed, StreamCapturing
-from allocator.sizes import check_request, format_size
+from allocator.sizes import check_request, format_size, round_up
 from allocator.stats import Stats
 from allocator.streams import Kind, Registry, Sealing, Stream, Timeline, current_stream, destroy_orphans, target
 from allocator.sync import make_lock
@@ -93,7 +93,11 @@ class CachingAllocator:
         )
         self.frees: deque[Any] = self._frees.queue
         """Where allocations queue their frees: one atomic append each."""
-        self._bins = self._shelves.bins
+        self._drain = self._frees.drain
+        self._uses = None if self.config.uses == "auto" else self.config.uses == "assumed"
+        bins = self._shelves.bins
+        self._bins = bins if self._uses is None else (bins[self._uses], bins[self._uses])
+        """What a hit may come from, for declared and for assumed uses."""
         self._announce = self.device.hand_out if self.device.watches else None
         self._closed = False
         self._careful = self.config.detect_captures
@@ -112,29 +116,16 @@ class CachingAllocator:
         freed before; else those of the ladder's steps.  Raises OutOfMemoryError, PoolClosed, StreamClosed,
         StreamCapturing, ForkError, DriverError; ValueError and TypeError for wrong arguments.
         """
-        given: int | None = None
-        if type(stream) is Stream and stream.registry is self._registry and stream.timeline is not None:
-            line = stream.timeline
-        else:
-            stream, line, given = self._resolve(stream)
-        if type(nbytes) is not int or nbytes <= 0:
-            nbytes = check_request(nbytes)
-            if nbytes == 0:
-                self._check_open()
-                return Allocation(_NOWHERE, None, 0, 0, 0, 0, stream)
-        if self._careful or line.ended:
-            self._look_out(line, given)
+        line = stream.fast if type(stream) is Stream else None
+        if line is None or type(nbytes) is not int or nbytes <= 0 or self._careful:
+            return self._allocate_slowly(nbytes, stream, assumed)
         size = (nbytes + 511) & -512
-        uses = self.config.uses
-        if uses != "auto":
-            assumed = uses == "assumed"
         block: Block | None = None
         due = False
         with self._lock:
             if self.frees:
-                self._frees.drain()
-                due = self._frees.due()
-            sizes = self._bins[assumed].get(line)
+                due = self._drain()
+            sizes = self._bins[assumed].get(line)  # of this device only: a foreign line finds nothing
             if sizes is not None:
                 bin_ = sizes.get(size)
                 if bin_:
@@ -143,15 +134,40 @@ class CachingAllocator:
                     block.requested = nbytes
                     accounts = self._accounts
                     accounts.requested_sum += nbytes
-                    accounts.requested += nbytes
                     accounts.allocated = allocated = accounts.allocated + size
                     if allocated > accounts.high:
                         accounts.high = allocated
         if due:
+            self._ladder.seal()
+        if block is None:
+            return self._allocate_slowly(nbytes, stream, assumed)
+        allocation = Allocation(self, block, nbytes, stream)
+        if self._announce is not None:
+            self._announce(block.ptr, size, allocation)
+        return allocation
+
+    def _allocate_slowly(self, nbytes: int, stream: object, assumed: bool) -> Allocation:
+        """Everything but a hit for one of our own streams: check the arguments, find the stream, climb the ladder."""
+        face, line, given = self._resolve(stream)
+        nbytes = check_request(nbytes)
+        if nbytes == 0:
+            return Allocation(_NOWHERE, _EMPTY, 0, face)
+        if self._careful:
+            self._look_out(line, given)
+        size = round_up(nbytes)
+        if self._uses is not None:
+            assumed = self._uses
+        with self._lock:
+            due = self._frees.drain()
+            bin_ = self._shelves.bins[assumed].get(line, {}).get(size)
+            block = bin_.pop() if bin_ else None
+            if block is not None:
+                self._accounts.hand_out(block, nbytes, "same_stream")
+        if due:
             self._ladder.seal((line, given))
         if block is None:
             block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
-        allocation = Allocation(self, block, block.generation, block.ptr, size, nbytes, stream)
+        allocation = Allocation(self, block, nbytes, face)
         if self._announce is not None:
             self._announce(block.ptr, size, allocation)
         return allocation
@@ -225,8 +241,6 @@ class CachingAllocator:
     def _look_out(self, line: Timeline, given: int | None) -> None:
         """What is looked at before an allocation only where there is reason to."""
         self._check_open()
-        if line.ended:
-            self._stream_closed(line)
         if self.config.detect_captures:
             with self._registry.borrow(line, given) as handle, self.device.scope():
                 if handle is not None and line.kind is not Kind.LEGACY and self._registry.capturing(handle):
@@ -237,10 +251,6 @@ class CachingAllocator:
             self._shrink()
         elif not self.config.detect_captures:
             self._careful = False
-
-    def _stream_closed(self, line: Timeline) -> NoReturn:
-        target(self.device, Stream.of(self.device, None, line))
-        raise AssertionError("a stream that has ended is refused by target()")
 
     # -- the other calls of an allocation --------------------------------------------------------
 
@@ -289,8 +299,7 @@ class CachingAllocator:
         if self._registry.forked:
             return
         with self._lock:
-            self._frees.drain()
-            due = self._frees.due()
+            due = self._frees.drain()
         if handle is not None and line is not None and line.kind in (Kind.BLOCKING, Kind.NON_BLOCKING):
             if line.owner is None and not self._sealing.query(line, handle):
                 self._sealing.seal(line, handle)
@@ -383,7 +392,9 @@ class CachingAllocator:
         self._registry.check_forked()
         with self._lock:
             self._frees.drain()
-            binned = {id(b) for bins in self._bins for sizes in bins.values() for bin_ in sizes.values() for b in bin_}
+            binned = {
+                id(b) for bins in self._shelves.bins for sizes in bins.values() for bin_ in sizes.values() for b in bin_
+            }
             try:
                 self._heap.check()
                 self._shelves.check()
@@ -556,6 +567,7 @@ class _Nowhere:
 
 
 _NOWHERE = _Nowhere()
+_EMPTY = Block(0, 0, 0)
 
 
 def reap() -> None:

@@ -33,7 +33,7 @@ class Stream:
     Driver calls: `cuStreamCreateWithPriority`, `cuStreamGetId`.  Raises DriverError.
     """
 
-    __slots__ = ("__weakref__", "_device", "_owned", "bare", "registry", "timeline")
+    __slots__ = ("__weakref__", "_device", "_owned", "bare", "fast", "registry", "timeline")
 
     def __init__(self, device: Device, non_blocking: bool = True, priority: int = 0, name: str | None = None) -> None:
         self._owned: OwnedHandle | None = None
@@ -61,12 +61,15 @@ class Stream:
                 registry.destroy(owned)
             raise
         self._owned = owned
+        self.fast: Timeline | None = self.timeline
+        """`timeline`, as long as nothing has to be looked at before the stream is used; else None."""
         Sealing(registry).end_finished()
 
     @classmethod
     def _face(cls, device: Device, registry: Registry, line: Timeline | None, bare: int | None = None) -> Stream:
         self = cls.__new__(cls)
         self._device, self.registry, self.timeline, self._owned, self.bare = device, registry, line, None, bare
+        self.fast = line if line is not None and line.kind is Kind.LEGACY else None
         return self
 
     @classmethod
@@ -182,6 +185,7 @@ class Stream:
     def close(self) -> None:
         """End the stream: no more work; queued work still runs.  Twice is harmless; the special streams never end."""
         if self.timeline is not None and self.timeline.kind is not Kind.LEGACY and not self.timeline.ended:
+            self.fast = None
             Sealing(self.registry).end(self.timeline)
 
     def _require(self) -> Timeline:
