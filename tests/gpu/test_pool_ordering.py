@@ -152,16 +152,16 @@ def test_s04_null_and_legacy_are_one_stream(bench: Bench, pool: CachingAllocator
 
 def test_s34_the_stream_that_a_free_names_keeps_the_owner_away(bench: Bench, pool: CachingAllocator) -> None:
     a = bench.stream()
-    named = bench.rig.non_blocking()  # a bare handle, sealed inside the free
+    named = bench.stream()
     x = pool.allocate(SIZE, stream=a)
-    latch = bench.rig.hold(named)
-    bench.kernels.fill(named, x.ptr, x.size // 4, 1)
+    latch = bench.rig.hold(named.handle)
+    bench.fill(named, x, 1)
     where = span(x)
-    x.close(named)
+    x.close(named.handle)  # as a bare handle
     y = pool.allocate(SIZE, stream=a)
     assert not overlap(y, where)
     latch.release()
-    bench.gpu.stream_synchronize(named)
+    named.synchronize()
     assert span(pool.allocate(SIZE, stream=a)) == where
 
 

@@ -356,3 +356,21 @@ def test_s35_what_an_event_teaches_is_its_snapshot_and_not_the_streams_later_clo
     assert not _asks(gpu, pool, d, where)
     assert _asks(gpu, pool, c, where)
     gpu.resume(a)
+
+
+def test_s33_a_bare_handle_seen_once_does_not_gate_for_ever_where_a_context_event_may_be_used(
+    lab: Lab, gpu: SimDevice
+) -> None:
+    """Nobody tells us that its stream has ended; one mark of the whole context covers it."""
+    pool = lab.pool(gpu, uses="assumed", context_events=True)
+    with gpu.scope():
+        handle = gpu.stream_create(non_blocking=True, priority=0)
+    pool.allocate(SIZE, stream=handle).close(handle)
+    with gpu.scope():
+        gpu.stream_destroy(handle)
+    a = Stream(gpu)
+    used(pool, a, SIZE).close()
+    gpu.run_until_idle()
+    a.synchronize()
+    pool.settle()
+    assert pool.stats().in_flight_bytes == 0
