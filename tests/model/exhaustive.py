@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.model.enumerate import Enumeration
-from tests.model.programs import Player, Program, Step, Universe, is_right, judge, parse, text
+from tests.model.programs import Player, Program, Step, Universe, forget_pools, is_right, judge, parse, text
 from tests.model.universes import BY_NAME, UNIVERSES
 
 FRESH = 256
@@ -67,6 +67,7 @@ def check_all(universe: Universe, programs: Iterator[Program], unit: Unit) -> Un
                 else:
                     unit.wrong_programs += 1
                 player = None
+                forget_pools()
             elif played >= FRESH:
                 _close(player, unit, program)
                 player = None

@@ -135,7 +135,7 @@ PAIRS: Final = (
         "into 0 0 1; into 1 0 1; into 2 1 1; free 2; free 0; stats",
         "seal",
         "use 1 0; free 1; stats",
-        "tick; stats; into 8 1 1; into 9 2 1",
+        "tick; tick; stats; into 8 1 1; into 9 2 1",
         config=EAGER,
     ),
     Pair(
@@ -273,7 +273,7 @@ PAIRS: Final = (
         "into 0 0 1; into 1 1 1; free 1; wait_stream 2 0",
         "seal",
         "use 0 2; free 0; stats",
-        "tick; stats; into 8 1 1; into 9 2 1",
+        "tick; tick; stats; into 8 1 1; into 9 2 1",
         config={"context_events": True, **EAGER},
         assumed=True,
     ),

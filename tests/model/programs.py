@@ -14,6 +14,7 @@ Next: enumerate.py (all programs), test_exhaustive.py.
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allocator import CachingAllocator, Config, Event, OutOfMemoryError, SimDevice, Stream
+from allocator.caching.pool import _leaving
 from allocator.errors import StreamClosed
 from allocator.sizes import MIB
 
@@ -326,6 +328,7 @@ class Player(Base):
             return f"{type(error).__name__}: {error}"
         frees = pool._frees
         frees.crossing, frees._first = False, None  # as in a new pool
+        pool._shelves.crossing = False
         frees.sealed()
         return self.wrong()
 
@@ -443,6 +446,12 @@ def judge(universe: Universe, program: Program, player: Player | None = None) ->
     if wrong is not None and not is_right(universe, program, answers):
         return None
     return wrong
+
+
+def forget_pools() -> None:
+    """Drop the pools of players that were given up: with work in flight for ever, every call would try to reap them."""
+    gc.collect()
+    _leaving.clear()
 
 
 def text(program: Program) -> str:

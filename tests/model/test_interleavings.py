@@ -14,7 +14,7 @@ from tests.model.pairs import PAIRS, Pair, explore, sample
 from tests.model.threads import ModelLock, Scheduler, Stuck, plans
 
 EXHAUSTIVE = int(os.environ.get("MODEL_PREEMPTIONS", "1"))
-RUNS = 4
+RUNS = 20
 """Random plans of two and of three pre-emptions, each."""
 
 

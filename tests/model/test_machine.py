@@ -370,7 +370,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.gpu.used_bytes == 0, f"{self.gpu.used_bytes} bytes held at the end"
 
 
-settings.register_profile("default-model", max_examples=60, stateful_step_count=40, deadline=None)
+settings.register_profile("default-model", max_examples=200, stateful_step_count=40, deadline=None)
 settings.register_profile("long", max_examples=5000, stateful_step_count=80, deadline=None)
 PROFILE = "long" if os.environ.get("HYPOTHESIS_PROFILE") == "long" else "default-model"
 

@@ -157,7 +157,7 @@ class Scheduler:
 
         threads = [threading.Thread(target=call, args=pair, daemon=True) for pair in enumerate(bodies)]
         gpu.before_call = self.point
-        real_sleep, time.sleep = time.sleep, self._sleep
+        real_sleep, time.sleep = time.sleep, self._sleep  # type: ignore[assignment]
         try:
             for thread in threads:
                 thread.start()
