@@ -63,7 +63,7 @@ class Config:
     small_request: int = 256 * KIB
     """Bytes.  Requests up to this size are small: they share `small_page` pieces, apart from large ones."""
 
-    fit_slack: int = 10
+    fit_slack: int = 5
     """Percent.  A large request that nothing fits exactly takes the lowest address among the blocks at most this
     much larger than the best fit, which keeps large holes whole.  0: strict best fit."""
 

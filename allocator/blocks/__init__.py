@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from allocator.blocks.backing import Backing, PlainMemory, VirtualMemory
-from allocator.blocks.block import IDLE, LIVE, MANY, NOBODY, RETIRED, STATES, Bin, Block, Owner
+from allocator.blocks.block import IDLE, LIVE, MANY, NOBODY, RETIRED, STATES, Bin, Bins, Block, Owner
 from allocator.blocks.heap import KINDS, LARGE, SMALL, Heap
 from allocator.blocks.index import BestFit
 from allocator.blocks.pages import Plan, Segment, Space
@@ -21,6 +21,7 @@ __all__ = [
     "Backing",
     "BestFit",
     "Bin",
+    "Bins",
     "Block",
     "Heap",
     "Owner",

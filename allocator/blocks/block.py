@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+from sortedcontainers import SortedList
+
 from allocator.events import EMPTY, VectorClock
 
 LIVE: Final = 0
@@ -121,3 +123,30 @@ class Bin(list[Block]):
         """The stamps here name the users that are only assumed as well."""
         self.hits = 0
         """Allocations served from here."""
+
+
+class Bins(dict[int, Bin]):
+    """The bins of one stream, by size."""
+
+    __slots__ = ("_sizes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: SortedList = SortedList()
+
+    def open(self, owner: Owner, size: int, assumed: bool) -> Bin:
+        """A new bin for blocks of exactly `size` bytes."""
+        bin_ = self[size] = Bin(owner, size, assumed)
+        self._sizes.add(size)
+        return bin_
+
+    def best_fit(self, size: int, most: int) -> Bin | None:
+        """The bin of the least size from `size` up to less than `most` that has a block; looks at 16 sizes at most."""
+        sizes = self._sizes
+        at = sizes.bisect_left(size)
+        for candidate in sizes.islice(at, at + 16):
+            if candidate >= most:
+                return None
+            if self[candidate]:
+                return self[candidate]
+        return None

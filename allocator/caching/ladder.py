@@ -82,8 +82,8 @@ class Ladder:
         Raises DriverError if the driver fails for another reason than lack of memory.
         """
         return (
-            self._look(request, everything=False)
-            or self._look(request, everything=True)
+            self._look(request, flush=False)
+            or self._look(request)
             or self._settle(request)
             or self._grow(request)
             or self._depend(request)
@@ -96,16 +96,17 @@ class Ladder:
 
     # -- 1, 2, 3 --------------------------------------------------------------------------------
 
-    def _look(self, request: Request, *, everything: bool, step: str | None = None) -> Block | None:
-        """Steps 1 to 3 under the lock; `everything` empties all bins first, not only the stream's own."""
+    def _look(self, request: Request, *, flush: bool = True, step: str | None = None) -> Block | None:
+        """Steps 1 to 3 under the lock.  flush: empty all bins first, so that what is in them can merge and serve."""
         line, size, kind = request.line, request.size, request.kind
         shelves, accounts = self._shelves, self._accounts
         with self._lock:
             accounts.mark()
             self._frees.drain()
-            shelves.flush(None if everything else line)
+            if flush:
+                shelves.flush()
             shelves.refresh()
-            found = shelves.take(line, size, kind)
+            found = shelves.take(line, size, kind, request.assumed)
             name = "own or idle"
             if found is None:
                 found, name = shelves.take_covered(line, size, kind), "covered"
@@ -132,11 +133,11 @@ class Ladder:
         if not lines and not self._registry.finished:
             return None
         if self._sealing.end_finished() | self._sealing.poll(_in_flight(lines)):
-            block = self._look(request, everything=True, step="settle")
+            block = self._look(request, step="settle")
             if block is not None:
                 return block
         if self.ask(lines):
-            return self._look(request, everything=True, step="settle")
+            return self._look(request, step="settle")
         return None
 
     def ask(self, lines: list[Timeline]) -> bool:
@@ -432,7 +433,7 @@ class Ladder:
             left = (until - device.clock_ns()) / 1e9
             try:
                 if not events or left <= 0:
-                    return self._look(request, everything=True, step=step)
+                    return self._look(request, step=step)
                 sealing.counts["host_synchronizations"] += 1
                 with device.scope():
                     over = device.wait_any([sealed.event for sealed in events], left)
@@ -441,7 +442,7 @@ class Ladder:
                     for sealed in events:
                         registry.recycle(sealed)
             sealing.poll(lines)
-            block = self._look(request, everything=True, step=step)
+            block = self._look(request, step=step)
             if block is None and step == "host_wait":
                 block = self._again(request, step)
             if block is not None or not over:
@@ -498,7 +499,7 @@ class Ladder:
         self._sealing.poll(_in_flight(lines))
         self.ask(lines)
         block = (
-            self._look(request, everything=True, step=step)
+            self._look(request, step=step)
             or self._grow(request, step=step)
             or self._depend(request)
             or self._last_release(request, step)

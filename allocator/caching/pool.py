@@ -159,7 +159,8 @@ class CachingAllocator:
             assumed = self._uses
         with self._lock:
             due = self._frees.drain()
-            bin_ = self._shelves.bins[assumed].get(line, {}).get(size)
+            sizes = self._shelves.bins[assumed].get(line)
+            bin_ = sizes.get(size) if sizes is not None else None
             block = bin_.pop() if bin_ else None
             if block is not None:
                 self._accounts.hand_out(block, nbytes, "same_stream")

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 
-from allocator.blocks import IDLE, KINDS, LIVE, MANY, NOBODY, RETIRED, SMALL, BestFit, Bin, Block, Heap, Owner
+from allocator.blocks import IDLE, KINDS, LIVE, MANY, NOBODY, RETIRED, SMALL, BestFit, Bin, Bins, Block, Heap, Owner
 from allocator.config import REUSE_KINDS, Config
 from allocator.events import EMPTY, VectorClock
 from allocator.sizes import QUANTUM
@@ -36,7 +36,7 @@ class Shelves:
     def __init__(self, heap: Heap, registry: Registry, config: Config) -> None:
         self._heap = heap
         self._registry = registry
-        self.bins: tuple[dict[Owner, dict[int, Bin]], dict[Owner, dict[int, Bin]]] = ({}, {})
+        self.bins: tuple[dict[Owner, Bins], dict[Owner, Bins]] = ({}, {})
         """Bins of declared and of assumed uses, by owner and size."""
         self.idle = [BestFit() for _ in KINDS]
         self.own: tuple[dict[int, BestFit], ...] = tuple({} for _ in KINDS)
@@ -45,6 +45,7 @@ class Shelves:
         self._watched = 0
         self._version = -1
         self._edges = config.uses == "declared"  # R6
+        self._small_request = config.small_request
         self._slack = (0, config.fit_slack)  # SMALL, LARGE
         self._any_kind = config.reuse >= set(REUSE_KINDS)
         self._reuse = config.reuse
@@ -145,7 +146,9 @@ class Shelves:
                 if sizes is None:
                     continue
                 for bin_ in sizes.values():
-                    any_there |= bool(bin_)
+                    if not bin_:
+                        continue
+                    any_there = True
                     while bin_:
                         block = bin_.pop()
                         block.generation += 1
@@ -243,8 +246,8 @@ class Shelves:
 
     # -- picking blocks up ----------------------------------------------------------------------
 
-    def take(self, line: Timeline, size: int, kind: int) -> tuple[Block, str] | None:
-        """Steps 1 and 2, which compete on fit: the stream's own in flight, and idle ones."""
+    def take(self, line: Timeline, size: int, kind: int, assumed: bool) -> tuple[Block, str] | None:
+        """Steps 1 and 2, which compete on fit: the stream's own in flight, its bins among them, and idle ones."""
         own = self.own[kind].get(line.number)
         slack = self._slack[kind]
         mine = own.find(size, slack) if own is not None else None
@@ -255,6 +258,12 @@ class Shelves:
             mine = next((b for b in own.from_size(size) if self._allowed(b, line)), None) if own is not None else None
         if mine is None or (free is not None and free.size < mine.size):
             mine = free
+        sizes = self.bins[assumed].get(line)
+        if sizes is not None:
+            end = self._small_request + 1 if kind == SMALL else 1 << 62
+            bin_ = sizes.best_fit(size, end if mine is None else min(end, mine.size))
+            if bin_ is not None:
+                mine = bin_.pop()
         return None if mine is None else self._serve(mine, line, size)
 
     def take_covered(self, line: Timeline, size: int, kind: int) -> tuple[Block, str] | None:
@@ -358,11 +367,9 @@ class Shelves:
         bins = self.bins[assumed]
         sizes = bins.get(owner)
         if sizes is None:
-            sizes = bins[owner] = {}
+            sizes = bins[owner] = Bins()
         found = sizes.get(size)
-        if found is None:
-            found = sizes[size] = Bin(owner, size, assumed)
-        return found
+        return found if found is not None else sizes.open(owner, size, assumed)
 
     def gather(self, line: Timeline, size: int, kind: int) -> Block | None:
         """Neighbours that the stream may all take, joined on purpose into the smallest run that is enough.
