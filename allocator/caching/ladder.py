@@ -149,7 +149,10 @@ class Ladder:
         """
         registry, sealing, shelves = self._registry, self._sealing, self._shelves
         before = registry.version
-        if shelves.context_waits:
+        if self._by_context(lines):
+            sealing.close_context(context_event=True)
+            sealing.poll(_in_flight(lines))
+        elif shelves.context_waits:
             sealing.close_context()
         else:
             through_legacy = False
@@ -164,6 +167,17 @@ class Ladder:
             if through_legacy:
                 sealing.query(registry.legacy)
         return registry.version != before
+
+    def _by_context(self, lines: list[Timeline]) -> bool:
+        """May and should one context event speak for streams that nobody can ask or record on (R6, R9)?
+
+        Such a stream, seen once by a bare handle, would otherwise gate all memory with assumed uses for ever.
+        """
+        if not (self._config.context_events and self._device.supports_context_events):
+            return False
+        registry, shelves = self._registry, self._shelves
+        assumed = shelves.context_waits
+        return any(not registry.reachable(line) and (assumed or shelves.unsealed(line)) for line in lines)
 
     def seal(self, given: tuple[Timeline, int | None] | None = None) -> None:
         """Put an event behind every stream that free memory waits for, where it has none; then poll (R13).
@@ -181,7 +195,7 @@ class Ladder:
             stamped = set(shelves.stamped)
             shelves.stamped.clear()
         by_context = self._config.context_events and self._device.supports_context_events
-        if by_context and (assumed or any(not registry.reachable(line) and shelves.unsealed(line) for line in lines)):
+        if (by_context and assumed) or self._by_context(lines):
             sealing.close_context(context_event=True)
             sealing.poll(_in_flight(lines))
             return

@@ -40,6 +40,9 @@ _pools: weakref.WeakSet[CachingAllocator] = weakref.WeakSet()
 _leaving: deque[CachingAllocator] = deque()
 """Closed pools that still have memory: the reaper's list, served by any public call."""
 
+MOST_SKIPPED = 64
+"""Allocations off the hot path that pass between two looks at closed pools which could not go yet."""
+
 AT_SCRAPE = 4096
 """Blocks that one reading of statistics moves out of the bins at most."""
 
@@ -100,6 +103,7 @@ class CachingAllocator:
         """What a hit may come from, for declared and for assumed uses."""
         self._announce = self.device.hand_out if self.device.watches else None
         self._closed = False
+        self._looks_skipped = self._skip_looks = 0
         self._careful = self.config.detect_captures
         """Something must be looked at before an allocation: closed, forked, over the limit, captures."""
         _pools.add(self)
@@ -184,7 +188,8 @@ class CachingAllocator:
         """Off the hot path: the ladder, and what it says when nothing helps."""
         registry = self._registry
         registry.check_usable()
-        reap()
+        if _leaving:
+            reap(patiently=True)
         destroy_orphans(registry)
         line = request.line
         if request.given is not None and line.owner is None and self._shelves.unsealed(line):
@@ -571,18 +576,26 @@ _NOWHERE = _Nowhere()
 _EMPTY = Block(0, 0, 0)
 
 
-def reap() -> None:
-    """Serve the pools that have gone with memory in flight.  Called by every public call off the hot path."""
+def reap(*, patiently: bool = False) -> None:
+    """Serve the pools that have gone with memory in flight.  Called by every public call off the hot path.
+
+    patiently: by allocations, of which there are many: a pool that could not go is looked at less and less often.
+    """
     for _ in range(len(_leaving)):
         try:
             pool = _leaving.popleft()
         except IndexError:
             return
+        if patiently and not pool.frees and pool._looks_skipped < pool._skip_looks:
+            pool._looks_skipped += 1
+            _leaving.append(pool)
+            continue
         try:
             done = pool._reap()
         except DriverError:
             done = False
         if not done:
+            pool._looks_skipped, pool._skip_looks = 0, min(2 * pool._skip_looks + 1, MOST_SKIPPED)
             _leaving.append(pool)
 
 

@@ -47,6 +47,11 @@ class Worker:
     def finished(self) -> bool:
         return not self._thread.is_alive()
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the thread, without a driver call."""
+        self._thread.join(seconds)
+        return self.finished
+
     def result(self) -> Any:
         """Wait for the thread; its result, or its exception."""
         self._thread.join(JOIN_S)

@@ -257,8 +257,8 @@ def test_r13_freeing_plain_memory_waits_for_the_whole_device(rig: Rig, kind: str
     ptr = rig.gpu.mem_alloc(MIB) if kind == "device" else int(rig.cu("cuMemHostAlloc", MIB, 0))
     latch = rig.hold(stream)
     worker = rig.start(lambda: rig.gpu.mem_free(ptr) if kind == "device" else rig.cu("cuMemFreeHost", ptr))
-    rig.settle(50)
-    assert not worker.finished
+    # No driver call meanwhile: while one thread is inside such a free, calls of others can block behind it.
+    assert not worker.ends_within(0.2)
     latch.release()
     worker.result()
 
