@@ -23,6 +23,7 @@ from rig import Rig  # noqa: E402
 
 from allocator.devices import CudaDevice  # noqa: E402
 from allocator.errors import AllocatorError  # noqa: E402
+from allocator.streams import Registry  # noqa: E402
 
 LIMIT_S = 120  # a test that takes longer ends the whole run, with every thread's stack
 
@@ -94,6 +95,9 @@ def rig(gpu: CudaDevice, kernels: Kernels, pytestconfig: pytest.Config) -> Itera
         try:
             rig.close()
         finally:
+            # All of the test's streams are gone and the device has been waited for: the next test starts afresh,
+            # not with streams of bare handles that nobody can ask any more.
+            Registry._all.pop(gpu, None)
             kernels.cu("cuCtxPopCurrent")
             faulthandler.cancel_dump_traceback_later()
 
