@@ -144,9 +144,10 @@ class Bins(dict[int, Bin]):
         """The bin of the least size from `size` up to less than `most` that has a block; looks at 16 sizes at most."""
         sizes = self._sizes
         at = sizes.bisect_left(size)
-        for candidate in sizes.islice(at, at + 16):
-            if candidate >= most:
-                return None
-            if self[candidate]:
-                return self[candidate]
+        end = min(at + 16, len(sizes))
+        while at < end and (candidate := sizes[at]) < most:
+            bin_ = self[candidate]
+            if bin_:
+                return bin_
+            at += 1
         return None

@@ -15,7 +15,7 @@ from allocator.blocks.block import Block
 
 _ADDRESS_BITS: Final = 64
 _ADDRESS: Final = (1 << _ADDRESS_BITS) - 1
-_LOOKED_AT: Final = 16
+_LOOKED_AT: Final = 8
 
 
 class BestFit:
@@ -62,7 +62,7 @@ class BestFit:
         """The smallest block of at least `size` bytes, at the lowest address; None if there is none.
 
         slack: percent.  Where nothing fits exactly, the lowest address among blocks at most that much larger than
-        the smallest: memory that is used together then lies together.  At most 16 blocks are looked at.
+        the smallest: memory that is used together then lies together.  At most 8 blocks are looked at.
         """
         keys = self._keys
         at = keys.bisect_left(size << _ADDRESS_BITS)
@@ -73,11 +73,12 @@ class BestFit:
             least = key >> _ADDRESS_BITS
             if least != size:
                 most = least * (100 + slack) // 100 + 1 << _ADDRESS_BITS
-                for other in keys.islice(at + 1, at + _LOOKED_AT):
-                    if other >= most:
-                        break
+                end = min(at + _LOOKED_AT, len(keys))
+                at += 1
+                while at < end and (other := keys[at]) < most:
                     if other & _ADDRESS < key & _ADDRESS:
                         key = other
+                    at += 1
         return self._blocks[key]
 
     def from_size(self, size: int) -> Iterator[Block]:

@@ -89,12 +89,12 @@ class Accounts:
 
     def mark(self) -> None:
         """Reserved or idle bytes are about to change, or have just changed: bring the peaks up to date."""
-        held = self._heap.reserved - self._shelves.idle_bytes()
-        in_flight = held - self.low
+        reserved = self._heap.reserved
+        in_flight = reserved - self._shelves.idle_bytes() - self.low
         if in_flight > self.peak_in_flight:
             self.peak_in_flight = in_flight
-        if self._heap.reserved > self.peak_reserved:
-            self.peak_reserved = self._heap.reserved
+        if reserved > self.peak_reserved:
+            self.peak_reserved = reserved
         self.low = self.allocated
 
     def hand_out(self, block: Block, requested: int, reuse: str) -> None:

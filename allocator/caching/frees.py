@@ -103,13 +103,15 @@ class Frees:
         """The general case: several users, a stream that has ended, or something carried over."""
         owner = block.owner
         assert owner is not None, block
-        stamp = owner.here.joined(block.stamp)
-        users: dict[int, Owner] = dict(block.users or {})
-        if isinstance(named, Timeline):
-            users[named.number] = named
-        users.pop(owner.number, None)
-        for user in users.values():
-            stamp = stamp.joined(user.here)
+        stamp = owner.here if not block.stamp.at else owner.here.joined(block.stamp)
+        users = block.users
+        if users is not None or named is not None:
+            users = dict(users or {})
+            if isinstance(named, Timeline):
+                users[named.number] = named
+            users.pop(owner.number, None)
+            for user in users.values():
+                stamp = stamp.joined(user.here)
         if block.assumed or named is ANYONE:
             stamp = stamp.joined(VectorClock({CONTEXT: self._registry.context.pending}))
         if named is ANYONE:

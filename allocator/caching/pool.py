@@ -152,7 +152,13 @@ class CachingAllocator:
 
     def _allocate_slowly(self, nbytes: int, stream: object, assumed: bool) -> Allocation:
         """Everything but a hit for one of our own streams: check the arguments, find the stream, climb the ladder."""
-        face, line, given = self._resolve(stream)
+        given: int | None = None
+        if type(stream) is Stream and stream.fast is not None and stream.registry is self._registry:
+            face, line = stream, stream.fast
+            if self._closed:
+                self._check_open()
+        else:
+            face, line, given = self._resolve(stream)
         nbytes = check_request(nbytes)
         if nbytes == 0:
             return Allocation(_NOWHERE, _EMPTY, 0, face)

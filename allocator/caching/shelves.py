@@ -43,6 +43,7 @@ class Shelves:
         self.shared = [BestFit() for _ in KINDS]
         self._watch: dict[int, dict[int, list[tuple[Block, int]]]] = {}
         self._watched = 0
+        self._forget_at = 64
         self._version = -1
         self._edges = config.uses == "declared"  # R6
         self._small_request = config.small_request
@@ -63,8 +64,7 @@ class Shelves:
     def place(self, block: Block) -> None:
         """Put a free block where it belongs by its stamp, and merge it with its neighbours as R7 allows."""
         registry = self._registry
-        left = registry.unfinished(block.stamp)
-        if not left:
+        if registry.done(block.stamp):
             block.state = IDLE
             if block.since:
                 self.aged.append(registry.device.clock_ns() - block.since)
@@ -80,6 +80,7 @@ class Shelves:
                 block = self._heap.merge(block, other)
             shelf.add(block)
             return
+        left = registry.unfinished(block.stamp)
         block.state = RETIRED
         if not block.since:
             block.since = registry.device.clock_ns()
@@ -99,11 +100,10 @@ class Shelves:
     def _shelf_for(self, block: Block, left: VectorClock) -> BestFit:
         """`own` if one stream may take it at once: the only unfinished user, or an owner with assumed ones (R3)."""
         owner = block.owner.number if block.owner is not None else 0
-        users = [number for number in left.at if number != CONTEXT]
-        if CONTEXT in left.at:
-            mine = owner if owner and all(number == owner for number in users) else 0
+        if CONTEXT not in left.at:
+            mine = next(iter(left.at)) if len(left.at) == 1 else 0
         else:
-            mine = users[0] if len(users) == 1 else 0
+            mine = owner if owner and left.at.keys() <= {CONTEXT, owner} else 0
         if not mine:
             return self.shared[block.kind]
         own = self.own[block.kind]
@@ -117,12 +117,17 @@ class Shelves:
         number, seqno = max(left.items())  # CONTEXT is 0, so a stream if there is one
         if CONTEXT in left.at:
             self.stamped.add(CONTEXT)
-        self._watch.setdefault(number, {}).setdefault(seqno, []).append((block, block.generation))
+        by_seqno = self._watch.get(number)
+        if by_seqno is None:
+            by_seqno = self._watch[number] = {}
+        notes = by_seqno.get(seqno)
+        if notes is None:
+            notes = by_seqno[seqno] = []
+        notes.append((block, block.generation))
         self._watched += 1
-        if self._watched > 64 + 4 * (
-            sum(map(len, self.shared)) + sum(len(i) for own in self.own for i in own.values())
-        ):
+        if self._watched > self._forget_at:
             self._forget_stale()
+            self._forget_at = 64 + 4 * self._watched
 
     def _forget_stale(self) -> None:
         self._watched = 0
@@ -416,7 +421,8 @@ class Shelves:
 
     def idle_bytes(self) -> int:
         """Bytes known to be safe for everyone, bins apart."""
-        return sum(shelf.nbytes for shelf in self.idle)
+        small, large = self.idle
+        return small.nbytes + large.nbytes
 
     def check(self) -> None:
         """Raise AssertionError unless every free block lies where its stamp says.  O(blocks)."""

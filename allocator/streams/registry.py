@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 from allocator.devices import LEGACY, PER_THREAD, Capture, Device
 from allocator.errors import DriverError, ForkError, StreamCapturing, StreamClosed
-from allocator.events import EventPool, VectorClock
+from allocator.events import EMPTY, EventPool, VectorClock
 from allocator.streams.context import CONTEXT, ContextTimeline, satisfied
 from allocator.streams.identity import OwnedHandle, handle_of, is_special, owns_handle
 from allocator.streams.timeline import Kind, Sealed, Timeline
@@ -266,9 +266,13 @@ class Registry:
 
     def unfinished(self, stamp: VectorClock) -> VectorClock:
         """The entries of the stamp that are not known to be over."""
-        if self.done(stamp):
-            return VectorClock()
-        return VectorClock({n: q for n, q in stamp.items() if not self.done(VectorClock({n: q}))})
+        lines, context = self.lines, self.context.completed
+        left = {
+            number: seqno
+            for number, seqno in stamp.at.items()
+            if (context < seqno if number == CONTEXT else number in lines and lines[number].completed < seqno)
+        }
+        return stamp if len(left) == len(stamp.at) else VectorClock(left) if left else EMPTY
 
     def known(self, stamp: VectorClock, line: Timeline, *, exempt: bool = False, legacy_edges: bool = False) -> bool:
         """Is stamp <= known(S)?  May S take memory with this stamp, with no driver call?
