@@ -26,7 +26,7 @@ types: $(READY)
 	$(BIN)/mypy $(CODE)
 
 unit: $(READY)
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(BIN)/python -m pytest --numprocesses auto --cov --cov-report=term
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
