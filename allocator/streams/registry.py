@@ -26,9 +26,6 @@ from allocator.streams.identity import OwnedHandle, handle_of, is_special, owns_
 from allocator.streams.timeline import Kind, Sealed, Timeline
 from allocator.sync import make_lock
 
-_HELD = 2
-"""References to an owner that are ours while it is looked at: the timeline's, and the look's own argument."""
-
 
 class Drains(Protocol):
     """What a registry knows of a pool."""
@@ -381,8 +378,8 @@ class Registry:
                 owner = line.owner
                 if owner is None or isinstance(owner, OwnedHandle):  # ours tell us themselves
                     continue
-                # `owner`, the timeline's slot and the argument of getrefcount: nobody else holds it
-                if sys.getrefcount(owner) <= _HELD + 1:
+                del owner
+                if _references(line) <= _ALONE:
                     self.finished.append(line)
             self._sweep_at = max(8, 2 * len(self._owners))
 
@@ -435,6 +432,25 @@ def _read(owner: object) -> int | None:
     except (TypeError, ValueError):
         return None
     return None if is_special(handle) else handle
+
+
+def _references(line: Timeline) -> int:
+    owner = line.owner
+    return sys.getrefcount(owner)
+
+
+def _references_if_alone() -> int:
+    line = Timeline(1, Kind.BLOCKING)
+    line.owner = _Probe()
+    return _references(line)
+
+
+class _Probe:
+    """Stands for a foreign stream object."""
+
+
+_ALONE = _references_if_alone()
+"""What `_references` answers if the timeline alone holds the owner: interpreters differ in what they count."""
 
 
 class _ThreadToken:
