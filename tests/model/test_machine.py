@@ -92,7 +92,7 @@ class PoolMachine(RuleBasedStateMachine):
     def begin(self, config: dict[str, Any], detect: bool) -> None:
         """Two devices, the same streams on both, one pool."""
         self.gpu, self.naive = SimDevice(memory=64 * MIB), SimDevice(memory=64 * MIB)
-        self.detect = detect
+        self.captures = detect and not config["context_events"]  # a context event kills what it does not know of (R6)
         self.worker = Worker()
         self.streams = [self._stream(self.gpu, kind) for kind in KINDS]
         self.theirs = [self._stream(self.naive, kind) for kind in KINDS]
@@ -313,7 +313,7 @@ class PoolMachine(RuleBasedStateMachine):
         """A call to come fails."""
         self.gpu.fail(call, at=at, error=code)
 
-    @precondition(lambda self: self.detect)
+    @precondition(lambda self: self.captures)
     @rule(slot=st.sampled_from([s for s, kind in enumerate(KINDS) if kind in ("nb", "blocking")]))
     def capture(self, slot: int) -> None:
         """A capture begins: allocations on the stream are refused, and nothing of ours may kill it."""
