@@ -241,14 +241,13 @@ class Accounts:
     def _orphaned(self, registry: Registry) -> int:
         """Bytes in flight behind a stream with unsealed work and no handle to seal it by (R9)."""
         with registry.lock:
-            orphans = {line.number for line in registry.seen() if registry.orphaned(line)}
+            orphans = {line.number: line.sealed for line in registry.seen() if registry.orphaned(line)}
         if not orphans:
             return 0
-        lines = registry.lines
         return sum(
             block.size
             for block in self._shelves.retired()
-            if any(n in orphans and q > lines[n].sealed for n, q in block.stamp.items() if n in lines)
+            if any(n in orphans and q > orphans[n] for n, q in block.stamp.items())
         )
 
     def _per_stream(self, lines: Iterable[Timeline]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

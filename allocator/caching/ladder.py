@@ -16,18 +16,19 @@ After every step that could have freed something the shelves are looked at again
 The pool's lock is held only while looking: never over a driver call, a callback, or a wait (S14, S16).
 Waits are never for one particular block, always for anything that would serve (R13).
 
-Next: ../streams/sealing.py, what sealing and waiting do.  Arguments: docs/ordering.md.
+Next: settling.py, which finds out what is over.  Arguments: docs/ordering.md.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from allocator.blocks import Block
 from allocator.caching.accounting import Accounts
 from allocator.caching.frees import Frees
 from allocator.caching.growth import Growth
+from allocator.caching.settling import Settling
 from allocator.caching.shelves import SCAN, Shelves
 from allocator.config import Config
 from allocator.devices import Device
@@ -62,6 +63,7 @@ class Ladder:
         shelves: Shelves,
         frees: Frees,
         growth: Growth,
+        settling: Settling,
         accounts: Accounts,
         lock: LockLike,
     ) -> None:
@@ -72,6 +74,7 @@ class Ladder:
         self._shelves = shelves
         self._frees = frees
         self._growth = growth
+        self._settling = settling
         self._accounts = accounts
         self._lock = lock
         self.callbacks: list[Callable[[int], bool]] = []
@@ -128,95 +131,17 @@ class Ladder:
         """Ask the events there are, then the streams themselves; both only where something waits for an answer."""
         if "opportunistic" not in self._config.reuse:
             return None
-        with self._lock:
-            lines = self._shelves.waiting()
-        if not lines and not self._registry.finished:
+        settling = self._settling
+        waiting = settling.waiting()
+        if not waiting.lines and not self._registry.finished:
             return None
-        if self._sealing.end_finished() | self._sealing.poll(_in_flight(lines)):
+        if self._sealing.end_finished() | settling.poll(waiting.lines):
             block = self._look(request, step="settle")
             if block is not None:
                 return block
-        if self.ask(lines):
+        if settling.ask(waiting):
             return self._look(request, step="settle")
         return None
-
-    def ask(self, lines: list[Timeline]) -> bool:
-        """Ask each stream with unsealed frees whether it is idle; True if something is over that was not.
-
-        One `cuStreamQuery` each; for those that cannot be asked themselves (orphans, other threads' per-thread
-        streams) one of legacy, which proves every blocking stream idle and is no barrier (R6, R9).  Assumed users
-        need one of every stream seen.
-        """
-        registry, sealing, shelves = self._registry, self._sealing, self._shelves
-        before = registry.version
-        if self._by_context(lines):
-            sealing.close_context(context_event=True)
-            sealing.poll(_in_flight(lines))
-        elif shelves.context_waits:
-            sealing.close_context()
-        else:
-            through_legacy = False
-            for line in lines:
-                if not shelves.unsealed(line):
-                    continue
-                if not registry.reachable(line):
-                    through_legacy |= line.kind.blocking
-                elif sealing.query(line):
-                    with self._lock:
-                        shelves.stamped.discard(line.number)
-            if through_legacy:
-                sealing.query(registry.legacy)
-        return registry.version != before
-
-    def _by_context(self, lines: list[Timeline]) -> bool:
-        """May and should one context event speak for streams that nobody can ask or record on (R6, R9)?
-
-        Such a stream, seen once by a bare handle, would otherwise gate all memory with assumed uses for ever.
-        """
-        if not (self._config.context_events and self._device.supports_context_events):
-            return False
-        registry, shelves = self._registry, self._shelves
-        assumed = shelves.context_waits
-        return any(not registry.reachable(line) and (assumed or shelves.unsealed(line)) for line in lines)
-
-    def seal(self, given: tuple[Timeline, int | None] | None = None) -> None:
-        """Put an event behind every stream that free memory waits for, where it has none; then poll (R13).
-
-        given: a stream and the handle that the running call was given for it, alive meanwhile (R9).
-        Runs every `seal_frees` frees, and before the pool grows.  No record where a query says "idle"; none on
-        legacy, on other threads' per-thread streams, on capturing streams and orphans.
-        """
-        sealing, registry, shelves = self._sealing, self._registry, self._shelves
-        sealing.end_finished()
-        with self._lock:
-            self._frees.sealed()
-            lines = shelves.waiting()
-            assumed = shelves.context_waits
-            stamped = set(shelves.stamped)
-            shelves.stamped.clear()
-        by_context = self._config.context_events and self._device.supports_context_events
-        if (by_context and assumed) or self._by_context(lines):
-            sealing.close_context(context_event=True)
-            sealing.poll(_in_flight(lines))
-            return
-        if assumed:
-            sealing.close_context()
-        through_legacy = False
-        for line in lines:
-            if assumed:
-                if line.completed >= line.closed:
-                    continue  # it has just answered close_context with "idle"
-            elif line.number not in stamped and not shelves.unsealed(line):
-                continue
-            handle = given[1] if given is not None and given[0] is line else None
-            if line.kind is Kind.LEGACY or (handle is None and not registry.reachable(line)):
-                through_legacy |= line.kind is not Kind.NON_BLOCKING
-            elif (assumed or not sealing.query(line, handle)) and sealing.seal(line, handle) is None:
-                with self._lock:
-                    shelves.stamped.add(line.number)
-        if through_legacy and not assumed:
-            sealing.query(registry.legacy)
-        sealing.poll(_in_flight(lines))
 
     # -- 5 --------------------------------------------------------------------------------------
 
@@ -238,9 +163,8 @@ class Ladder:
             if block is not None:
                 return block
             if self._frees.crossing and self._frees.unsealed:
-                self.seal(
-                    (request.line, request.given)
-                )  # what is marked now can serve the next request that would grow
+                # What is marked now can serve the next request that would grow.
+                self._settling.seal((request.line, request.given))
         self._registry.sweep_now()
         block = self._growth.grow(request.line, request.size, request.kind)
         if block is None:
@@ -255,7 +179,7 @@ class Ladder:
 
     def _wait_below_bound(self, request: Request) -> Block | None:
         """Above `max_in_flight`: poll and wait for anything that would serve, bounded, then let it grow (R13)."""
-        self.seal((request.line, request.given))
+        self._settling.seal((request.line, request.given))
         return self._wait_for_any(request, "settle", self._config.max_in_flight)
 
     # -- 6 --------------------------------------------------------------------------------------
@@ -388,7 +312,7 @@ class Ladder:
 
     def _release(self, request: Request) -> Block | None:
         """Idle memory that cannot serve, given back, may make room for a piece that can."""
-        if not self._config.release_on_demand or (self._growth.backing.stalls and not self.all_over()):
+        if not self._config.release_on_demand or (self._growth.backing.stalls and not self._settling.all_over()):
             return None
         if self._growth.release("out_of_memory", 1 << 62):
             block = self._grow(request, step="release")
@@ -397,32 +321,11 @@ class Ladder:
             return block
         return None
 
-    def all_over(self) -> bool:
-        """Is every stream of the context idle?  Asked before what waits for the whole device (R13)."""
-        registry, sealing = self._registry, self._sealing
-        sealing.end_finished()
-        with registry.lock:
-            lines = registry.seen()
-        sealing.poll(_in_flight(lines))
-        blocking_idle = sealing.query(registry.legacy)
-        for line in lines:
-            if line.kind is Kind.LEGACY or line.kind.blocking:
-                if not blocking_idle:
-                    return False
-            elif line.ended or not registry.reachable(line):
-                if line.completed < line.closed:  # nothing more can be asked; at worst the device is waited for
-                    return False
-            elif not sealing.query(line):
-                return False
-        return True
-
     def _host_wait(self, request: Request) -> Block | None:
         if not self._config.wait_on_demand:
             return None
-        self.seal((request.line, request.given))
-        with self._lock:
-            lines = self._shelves.waiting()
-        if any(line.kind.blocking and not self._registry.reachable(line) for line in lines):
+        self._settling.seal((request.line, request.given))
+        if any(line.kind.blocking and not self._registry.reachable(line) for line in self._settling.waiting().lines):
             self._sealing.seal_legacy()  # the one mark that reaches them; nothing else is left to try (R9)
         block = self._wait_for_any(request, "host_wait", 0)
         if block is not None:
@@ -434,52 +337,17 @@ class Ladder:
 
         bound: stop as soon as no more than that many bytes are in flight (0: never for that reason).
         """
-        device, registry, sealing = self._device, self._registry, self._sealing
+        device = self._device
         until = device.clock_ns() + int(self._config.wait_timeout * 1e9)
         while True:
-            with self._lock:
-                self._frees.drain()
-                lines = _in_flight({*self._shelves.waiting(), registry.legacy})
-            with registry.lock:
-                events = [line.in_flight[0] for line in lines if line.in_flight]
-                for sealed in events:
-                    sealed.users += 1
-            left = (until - device.clock_ns()) / 1e9
-            try:
-                if not events or left <= 0:
-                    return self._look(request, step=step)
-                sealing.counts["host_synchronizations"] += 1
-                with device.scope():
-                    over = device.wait_any([sealed.event for sealed in events], left)
-            finally:
-                with registry.lock:
-                    for sealed in events:
-                        registry.recycle(sealed)
-            sealing.poll(lines)
+            over = self._settling.wait_for_any((until - device.clock_ns()) / 1e9)
             block = self._look(request, step=step)
-            if block is None and step == "host_wait":
+            if block is None and over and step == "host_wait":
                 block = self._again(request, step)
             if block is not None or not over:
                 return block
             if bound and self._accounts.in_flight() <= bound:
                 return None
-
-    def wait_for_all(self) -> None:
-        """Wait on the host, without bound, for everything in flight that can be waited for."""
-        sealing = self._sealing
-        for _ in range(8):  # a wait may let other threads free more; what cannot be marked stays
-            self.seal()
-            with self._lock:
-                self._accounts.mark()
-                self._frees.drain()
-                self._shelves.flush()
-                self._shelves.refresh()
-                self._accounts.mark()
-                if self._accounts.in_flight() <= 0:
-                    return
-                lines = self._shelves.waiting()
-            for line in lines:
-                sealing.wait_on_host(line)
 
     def _again(self, request: Request, step: str) -> Block | None:
         """Something was freed: what became idle may be released for a piece of the right size."""
@@ -507,11 +375,9 @@ class Ladder:
 
     def _retry(self, request: Request, step: str) -> Block | None:
         """Everything again, after somebody may have freed something."""
-        with self._lock:
-            self._frees.drain()
-            lines = self._shelves.waiting()
-        self._sealing.poll(_in_flight(lines))
-        self.ask(lines)
+        waiting = self._settling.waiting()
+        self._settling.poll(waiting.lines)
+        self._settling.ask(waiting)
         block = (
             self._look(request, step=step)
             or self._grow(request, step=step)
@@ -534,8 +400,3 @@ class Ladder:
         if self._config.release_on_demand and self._growth.release("out_of_memory", 1 << 62):
             return self._grow(request, step=step)
         return None
-
-
-def _in_flight(lines: Iterable[Timeline]) -> list[Timeline]:
-    """The streams that have events to ask."""
-    return [line for line in lines if line.in_flight]

@@ -3,6 +3,7 @@
 The hot path is `allocate`: an exact size that the same stream freed a moment ago comes from a bin, with no driver
 call, no event and no logging.  Everything else goes down the ladder (ladder.py).  A free only queues (frees.py).
 
+Longer than other modules because it is the public face: each method is short and says what it promises.
 Threads: one lock, held for microseconds, never over a driver call, a callback or a wait (S16).
 Next: ladder.py (the policy), shelves.py (who may take what), ../streams/ (what is over).
 """
@@ -24,11 +25,13 @@ from allocator.caching.accounting import Accounts
 from allocator.caching.frees import ANYONE, Anyone, Frees
 from allocator.caching.growth import Growth
 from allocator.caching.ladder import Ladder, Request
+from allocator.caching.reaper import forget_all, leave, reap
+from allocator.caching.settling import Settling
 from allocator.caching.shelves import Shelves
 from allocator.caching.snapshot import snapshot
 from allocator.config import Config
 from allocator.devices import CudaDevice, Device
-from allocator.errors import AllocatorError, DriverError, OutOfMemoryError, PoolClosed, StreamCapturing
+from allocator.errors import AllocatorError, OutOfMemoryError, PoolClosed, StreamCapturing
 from allocator.sizes import check_request, format_size, round_up
 from allocator.stats import Stats
 from allocator.streams import Kind, Registry, Sealing, Stream, Timeline, current_stream, destroy_orphans, target
@@ -37,12 +40,6 @@ from allocator.sync import make_lock
 _log = logging.getLogger("allocator")
 _numbers = itertools.count()
 _pools: weakref.WeakSet[CachingAllocator] = weakref.WeakSet()
-_leaving: deque[CachingAllocator] = deque()
-"""Closed pools that still have memory: the reaper's list, served by any public call."""
-
-MOST_SKIPPED = 64
-"""Allocations off the hot path that pass between two looks at closed pools which could not go yet."""
-
 AT_SCRAPE = 4096
 """Blocks that one reading of statistics moves out of the bins at most."""
 
@@ -83,6 +80,16 @@ class CachingAllocator:
             self.device, self.config, self._registry, self._heap, self._shelves, self._accounts, self._lock
         )
         self._frees.pressed = self._pressed
+        self._settling = Settling(
+            self.device,
+            self.config,
+            self._registry,
+            self._sealing,
+            self._shelves,
+            self._frees,
+            self._accounts,
+            self._lock,
+        )
         self._ladder = Ladder(
             self.device,
             self.config,
@@ -91,6 +98,7 @@ class CachingAllocator:
             self._shelves,
             self._frees,
             self._growth,
+            self._settling,
             self._accounts,
             self._lock,
         )
@@ -103,7 +111,6 @@ class CachingAllocator:
         """What a hit may come from, for declared and for assumed uses."""
         self._announce = self.device.hand_out if self.device.watches else None
         self._closed = False
-        self._looks_skipped = self._skip_looks = 0
         self._careful = self.config.detect_captures
         """Something must be looked at before an allocation: closed, forked, over the limit, captures."""
         _pools.add(self)
@@ -142,7 +149,7 @@ class CachingAllocator:
                     if allocated > accounts.high:
                         accounts.high = allocated
         if due:
-            self._ladder.seal()
+            self._settling.seal()
         if block is None:
             return self._allocate_slowly(nbytes, stream, assumed)
         allocation = Allocation(self, block, nbytes, stream)
@@ -175,7 +182,7 @@ class CachingAllocator:
             if block is not None:
                 self._accounts.hand_out(block, nbytes, "same_stream")
         if due:
-            self._ladder.seal((line, given))
+            self._settling.seal((line, given))
         if block is None:
             block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
         allocation = Allocation(self, block, nbytes, face)
@@ -194,13 +201,15 @@ class CachingAllocator:
         """Off the hot path: the ladder, and what it says when nothing helps."""
         registry = self._registry
         registry.check_usable()
-        if _leaving:
-            reap(patiently=True)
+        reap(patiently=True)
         destroy_orphans(registry)
         line = request.line
-        if request.given is not None and line.owner is None and self._shelves.unsealed(line):
+        if request.given is not None and line.owner is None:
+            with self._lock:
+                unsealed = self._shelves.unsealed(line)
             # A bare handle given to us again: now, and only now, its earlier frees can be sealed (R9).
-            self._sealing.query(line, request.given) or self._sealing.seal(line, request.given)
+            if unsealed and not self._sealing.query(line, request.given):
+                self._sealing.seal(line, request.given)
         if request.size > self.device.total_memory:
             self._accounts.out_of_memory += 1
             raise self._out_of_memory(request, "more than the device has")
@@ -316,7 +325,7 @@ class CachingAllocator:
             if line.owner is None and not self._sealing.query(line, handle):
                 self._sealing.seal(line, handle)
         elif due:
-            self._ladder.seal()
+            self._settling.seal()
         if self._closed:
             reap()
         elif self._growth.limit and self._growth.held > self._growth.limit:
@@ -356,14 +365,11 @@ class CachingAllocator:
         reap()
         self._registry.sweep_now()
         self._sealing.end_finished()
-        with self._lock:
-            self._accounts.mark()
-            self._frees.drain()
-            lines = self._shelves.waiting()
+        waiting = self._settling.waiting()
         with self._registry.lock:
             poisoned = [line for line in self._registry.seen() if line.poisoned is not None]
-        self._sealing.poll(line for line in lines if line.in_flight)
-        self._ladder.ask(lines)
+        self._settling.poll(waiting.lines)
+        self._settling.ask(waiting)
         for line in poisoned:  # an error was no answer; the next one may be (R11)
             self._sealing.query(line)
         if self._growth.unreleased:
@@ -437,7 +443,7 @@ class CachingAllocator:
             self._shelves.refresh()
             self._accounts.mark()
             most = self._growth.held - keep
-        if most <= 0 or (self._growth.backing.stalls and not self._ladder.all_over()):
+        if most <= 0 or (self._growth.backing.stalls and not self._settling.all_over()):
             return 0
         return self._growth.release(reason, most)
 
@@ -464,7 +470,7 @@ class CachingAllocator:
         What cannot be waited for stays: streams that capture, orphans (see `stats().orphaned_bytes`).
         """
         self._registry.check_usable()
-        self._ladder.wait_for_all()
+        self._settling.wait_for_all()
 
     def abandon(self, stream: object) -> None:
         """Declare the work of a poisoned stream over (R11); ValueError if it is not poisoned.
@@ -501,11 +507,11 @@ class CachingAllocator:
             return
         self._closed = self._careful = True
         _pools.discard(self)
-        _leaving.append(self)
+        leave(self)
         reap()
 
-    def _reap(self) -> bool:
-        """Of a closed pool: give back what is idle by now.  True if nothing is left."""
+    def give_up_memory(self) -> bool:
+        """Of a closed pool: give back what is idle by now; True if nothing is left.  For the reaper."""
         if self._registry.forked or self._registry.lost:
             return True
         self._registry.rebind(self.device)
@@ -515,14 +521,15 @@ class CachingAllocator:
             self._accounts.mark()
             self._frees.drain()
             self._shelves.flush()
-            lines = self._shelves.waiting()
-        self._sealing.poll(line for line in lines if line.in_flight)
-        self._ladder.ask(lines)
+            self._accounts.mark()
+        waiting = self._settling.waiting()
+        self._settling.poll(waiting.lines)
+        self._settling.ask(waiting)
         with self._lock:
             self._accounts.mark()
             self._shelves.refresh()
             self._accounts.mark()
-        if not self._growth.backing.stalls or self._ladder.all_over():
+        if not self._growth.backing.stalls or self._settling.all_over():
             self._growth.release("close", 1 << 62)
         if self._growth.empty and not self.frees:
             self._growth.close()
@@ -542,7 +549,7 @@ class CachingAllocator:
         # A finaliser only queues (DESIGN 5): the next public call of any pool gives the memory back.
         if getattr(self, "_closed", True) is False:
             self._closed = self._careful = True
-            _leaving.append(self)
+            leave(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{format_size(self._heap.reserved)} reserved"
@@ -582,31 +589,8 @@ _NOWHERE = _Nowhere()
 _EMPTY = Block(0, 0, 0)
 
 
-def reap(*, patiently: bool = False) -> None:
-    """Serve the pools that have gone with memory in flight.  Called by every public call off the hot path.
-
-    patiently: by allocations, of which there are many: a pool that could not go is looked at less and less often.
-    """
-    for _ in range(len(_leaving)):
-        try:
-            pool = _leaving.popleft()
-        except IndexError:
-            return
-        if patiently and not pool.frees and pool._looks_skipped < pool._skip_looks:
-            pool._looks_skipped += 1
-            _leaving.append(pool)
-            continue
-        try:
-            done = pool._reap()
-        except DriverError:
-            done = False
-        if not done:
-            pool._looks_skipped, pool._skip_looks = 0, min(2 * pool._skip_looks + 1, MOST_SKIPPED)
-            _leaving.append(pool)
-
-
 def _after_fork_in_child() -> None:
-    _leaving.clear()
+    forget_all()
     for pool in list(_pools):
         pool._careful = True  # the next allocation raises ForkError before it touches a lock
 

@@ -11,7 +11,8 @@ when that is complete.  So a block moves a few times in its life, whatever the n
 Idle neighbours merge at once.  In flight, only neighbours with the same stamp do: joining a finished block to
 a busy one would take it from everybody (R7); `gather` does that on purpose, when the alternative is growing.
 
-Under the pool's lock; no driver call.  Next: ladder.py, the one place that decides the order of all this.
+Longer than other modules: putting down, picking up and looking again must agree on one set of invariants, which
+`check` walks.  Under the pool's lock; no driver call.  Next: ladder.py, the one place that decides the order of all this.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ class Shelves:
         numbers = self._watch.keys() | self.stamped
         for bins in self.bins:
             numbers.update(owner.number for owner, sizes in bins.items() if any(sizes.values()))
-        return [lines[n] for n in numbers if n in lines]
+        return [line for line in map(lines.get, numbers) if line is not None]
 
     @property
     def context_waits(self) -> bool:

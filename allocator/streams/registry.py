@@ -4,6 +4,7 @@ Timelines belong to the device and not to a pool: two pools may share a stream (
 by one lock, `lock`; no driver call is ever made under it.  Numbers are never used again; a timeline that has
 ended and finished is forgotten, so a number that is not found means "over".
 
+Longer than other modules: finding, relying on, ending and failing all change the same state under that lock.
 Next: sealing.py (records, queries, waits), stream.py (what users hold).  Arguments: docs/ordering.md.
 """
 
@@ -267,7 +268,11 @@ class Registry:
         left = {
             number: seqno
             for number, seqno in stamp.at.items()
-            if (context < seqno if number == CONTEXT else number in lines and lines[number].completed < seqno)
+            if (
+                context < seqno
+                if number == CONTEXT
+                else (line := lines.get(number)) is not None and line.completed < seqno
+            )
         }
         return stamp if len(left) == len(stamp.at) else VectorClock(left) if left else EMPTY
 
