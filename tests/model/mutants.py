@@ -166,7 +166,11 @@ MUTANTS: Final = (
     _m(
         "r3_the_owner_left_out_of_the_stamp",
         "waits: alloc 0 1; free 0; alloc 1 1",
-        (f"{FREES}._retire", "stamp = owner.here.joined(block.stamp)", "stamp = block.stamp"),
+        (
+            f"{FREES}._retire",
+            "stamp = owner.here if not block.stamp.at else owner.here.joined(block.stamp)",
+            "stamp = block.stamp",
+        ),
         (f"{FREES}.drain", "if bin_ is None or named is not None or (owner := bin_.owner).ended:", "if True:"),
     ),
     _m(
@@ -174,7 +178,7 @@ MUTANTS: Final = (
         "waits: alloc 0 1; free 0; alloc 1 1",
         (
             f"{FREES}._retire",
-            "stamp = owner.here.joined(block.stamp)",
+            "stamp = owner.here if not block.stamp.at else owner.here.joined(block.stamp)",
             "stamp = VectorClock({owner.number: owner.sealed}).joined(block.stamp)",
         ),
         (f"{FREES}.drain", "if bin_ is None or named is not None or (owner := bin_.owner).ended:", "if True:"),

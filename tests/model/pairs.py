@@ -63,7 +63,7 @@ class Slots(Player):
 
     def do_seal(self) -> None:
         """What the pool does every `seal_frees` frees."""
-        self.pool._ladder.seal()
+        self.pool._settling.seal()
 
     def do_check(self) -> None:
         """The pool's own check."""

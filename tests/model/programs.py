@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allocator import CachingAllocator, Config, Event, OutOfMemoryError, SimDevice, Stream
-from allocator.caching.pool import _leaving
+from allocator.caching.reaper import _leaving
 from allocator.errors import StreamClosed
 from allocator.sizes import MIB
 

@@ -89,6 +89,7 @@ def test_a_program_is_read_back_from_its_text() -> None:
         ),
         ("waits-threads", "alloc 1 1; free 0"),
         ("quiet", "alloc 0 1; free 0; quiet 1 1; sync 1; use 1 2"),
+        ("quiet-thread", "alloc 1 1; free 0; quiet 0 1; use 1 2"),
     ],
 )
 def test_programs_that_went_wrong_once_are_right_now(universe: str, program: str) -> None:

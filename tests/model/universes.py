@@ -84,6 +84,7 @@ UNIVERSES: Final = (
     ),
     Universe("bins-ends", ("nb", "blocking", "legacy"), ("alloc", "free", "use", "wait_stream", "renew"), config=SMALL),
     Universe("quiet", LEGACY, ("alloc", "quiet", "free", "use", "sync", "wait_stream")),
+    Universe("quiet-thread", THREAD, ("alloc", "quiet", "free", "use", "wait_stream")),
     Universe("quiet-assumed", LEGACY, ("quiet", "alloc", "free", "use", "wait_stream"), assumed=True, config=EAGER),
 )
 
