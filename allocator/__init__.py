@@ -6,6 +6,7 @@ importing them needs no GPU, no driver and no other library.  Next: docs/concept
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from allocator.allocation import Allocation
@@ -27,6 +28,7 @@ from allocator.stats import Stats
 from allocator.streams import Event, Stream, current_stream, stream
 
 if TYPE_CHECKING:
+    from allocator import metrics as metrics
     from allocator.devices import CudaDevice
 
 __version__ = "0.1.0"
@@ -60,4 +62,6 @@ def __getattr__(name: str) -> object:
         from allocator.devices import CudaDevice
 
         return CudaDevice
+    if name == "metrics":  # likewise: nobody pays for prometheus_client who does not use it
+        return importlib.import_module("allocator.metrics")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
