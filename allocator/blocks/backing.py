@@ -9,7 +9,6 @@ Next: pages.py (which addresses), heap.py (blocks).
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Protocol
 
 from allocator.blocks.pages import Segment
@@ -22,6 +21,9 @@ class Backing(Protocol):
 
     stalls: bool
     """True if giving memory back waits for the whole device."""
+
+    stuck: list[Segment]
+    """What a failed `attach` could not undo either: not usable, to be detached later."""
 
     def reserve(self) -> tuple[int, int]:
         """A new address range (base, bytes) for `attach` to map into; (0, 0) where the driver chooses addresses."""
@@ -43,6 +45,7 @@ class VirtualMemory:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.stuck: list[Segment] = []
 
     def reserve(self) -> tuple[int, int]:
         """`cuMemAddressReserve`: four times the device's memory, so that there is always a hole to grow into."""
@@ -53,20 +56,19 @@ class VirtualMemory:
     def attach(self, ptr: int, nbytes: int, kind: int) -> Segment:
         """`cuMemCreate`, `cuMemMap`, `cuMemSetAccess`; undone in reverse where one fails."""
         device = self._device
-        handle = device.mem_create(nbytes)
+        segment = Segment(0, nbytes, device.mem_create(nbytes), kind)
         try:
-            device.mem_map(ptr, nbytes, handle)
-            try:
-                device.mem_set_access(ptr, nbytes)
-            except DriverError:
-                with suppress(DriverError):
-                    device.mem_unmap(ptr, nbytes)
-                raise
+            device.mem_map(ptr, nbytes, segment.handle)
+            segment.ptr = ptr
+            device.mem_set_access(ptr, nbytes)
         except DriverError:
-            with suppress(DriverError):
-                device.mem_release(handle)
+            segment.usable = False
+            try:
+                self.detach(segment)
+            except DriverError:
+                self.stuck.append(segment)
             raise
-        return Segment(ptr, nbytes, handle, kind)
+        return segment
 
     def detach(self, segment: Segment) -> None:
         """`cuMemUnmap`, `cuMemRelease`."""
@@ -87,6 +89,7 @@ class PlainMemory:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.stuck: list[Segment] = []
 
     def reserve(self) -> tuple[int, int]:
         """No driver call."""

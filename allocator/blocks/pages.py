@@ -18,15 +18,20 @@ from allocator.blocks.block import Block
 
 
 class Segment:
-    """One piece from the driver: `handle` is a VMM handle, or 0 for a plain allocation."""
+    """One piece from the driver: `handle` is a VMM handle, or 0 for a plain allocation.
 
-    __slots__ = ("handle", "kind", "ptr", "size")
+    ptr: 0 once it has been unmapped.  usable: False if it never became memory to hand out, and only waits for the
+    driver to take it back.
+    """
+
+    __slots__ = ("handle", "kind", "ptr", "size", "usable")
 
     def __init__(self, ptr: int, size: int, handle: int, kind: int) -> None:
         self.ptr = ptr
         self.size = size
         self.handle = handle
         self.kind = kind
+        self.usable = True
 
     @property
     def end(self) -> int:

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from allocator.blocks import IDLE, KINDS, LIVE, BestFit, Block, Heap
+from allocator.blocks import IDLE, KINDS, LIVE, BestFit, Block, Heap, Owner
 from allocator.caching.shelves import Shelves
 from allocator.config import REUSE_KINDS
 from allocator.devices import Device
@@ -252,12 +252,26 @@ class Accounts:
 
     def _per_stream(self, lines: Iterable[Timeline]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         """Bytes live, in flight and idle by owner: the largest by name, the rest as `other`.  O(blocks)."""
+        by_owner: tuple[dict[Owner | None, int], ...] = ({}, {}, {})
+        live, in_flight, idle = by_owner
+        for block in self._heap.blocks():
+            if block.state == LIVE:
+                into = live
+            else:  # on no shelf: some thread has taken it and is about to hand it out; in flight, as in the totals
+                into = idle if block.state == IDLE and block.shelf is not None else in_flight
+            owner = block.owner
+            into[owner] = into.get(owner, 0) + block.size
+        for bins in self._shelves.bins:  # what lies there still says that it is live
+            for owner, sizes in bins.items():
+                if binned := sum(len(b) * size for size, b in sizes.items()):
+                    live[owner] -= binned
+                    in_flight[owner] = in_flight.get(owner, 0) + binned
         names = {line.number: line.name or str(line.number) for line in lines}
         figures: dict[str, list[int]] = {}
-        for block in self._heap.blocks():
-            number = block.owner.number if block.owner is not None else -1
-            at = 2 if block.state == IDLE else 0 if block.state == LIVE and not self._binned(block) else 1
-            figures.setdefault(names.get(number, "other"), [0, 0, 0])[at] += block.size
+        for at, sums in enumerate(by_owner):
+            for owner, nbytes in sums.items():
+                name = names.get(owner.number, "other") if owner is not None else "other"
+                figures.setdefault(name, [0, 0, 0])[at] += nbytes
         ranked = sorted(figures, key=lambda name: (name == "other", -sum(figures[name])))
         result: tuple[dict[str, int], dict[str, int], dict[str, int]] = ({}, {}, {})
         for rank, name in enumerate(ranked):
@@ -265,9 +279,6 @@ class Accounts:
             for figure, value in zip(result, figures[name], strict=True):
                 figure[shown] = figure.get(shown, 0) + value
         return result
-
-    def _binned(self, block: Block) -> bool:
-        return block.bin is not None and block in block.bin
 
     def check(self, live: Iterable[Block]) -> None:
         """Raise AssertionError unless the counters equal what is there.  O(live)."""

@@ -156,7 +156,9 @@ class Growth:
         accounts.mark()
         left, right = parts
         if segment is None:
-            if self._spaces is not None:
+            stuck, self.backing.stuck = self.backing.stuck, []
+            self._unreleased += stuck
+            if self._spaces is not None and not any(piece.ptr == ptr for piece in stuck):
                 self._space_of(ptr).give_back(ptr, ptr + nbytes)
             for block in parts:
                 if block is not None:
@@ -272,13 +274,13 @@ class Growth:
         with self._lock:
             self._accounts.mark()
             self.growing -= segment.size
-            if segment.ptr:
+            if segment.ptr and segment.usable:
                 block = self._heap.add(segment)
                 block.state = IDLE
                 self._shelves.place(block)
             else:
                 self._unreleased.append(segment)
-                if ptr and self._spaces is not None:
+                if ptr and not segment.ptr and self._spaces is not None:
                     self._space_of(ptr).give_back(ptr, ptr + segment.size)
             self._accounts.mark()
 

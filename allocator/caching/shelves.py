@@ -12,7 +12,8 @@ Idle neighbours merge at once.  In flight, only neighbours with the same stamp d
 a busy one would take it from everybody (R7); `gather` does that on purpose, when the alternative is growing.
 
 Longer than other modules: putting down, picking up and looking again must agree on one set of invariants, which
-`check` walks.  Under the pool's lock; no driver call.  Next: ladder.py, the one place that decides the order of all this.
+`check` walks.  Under the pool's lock; no driver call.
+Next: ladder.py, the one place that decides the order of all this.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ class Shelves:
         self._watched = 0
         self._forget_at = 64
         self._version = -1
-        self._edges = config.uses == "declared"  # R6
         self._small_request = config.small_request
         self._slack = (0, config.fit_slack)  # SMALL, LARGE
         self._any_kind = config.reuse >= set(REUSE_KINDS)
@@ -287,19 +287,15 @@ class Shelves:
         return None if best is None else self._serve(best, line, size)
 
     def _covering(self, line: Timeline, kind: int) -> Iterator[BestFit]:
-        """Shelves that may hold what `line` has waited for, or reaches through legacy (R6)."""
+        """Shelves that may hold what `line` has waited for."""
         own = self.own[kind]
-        numbers = set(line.clock.at)
-        if self._edges and line is self._registry.legacy:
-            lines = self._registry.lines
-            numbers.update(n for n in own if n in lines and lines[n].kind.blocking)
-        for number in numbers & own.keys() if len(numbers) > len(own) else [n for n in numbers if n in own]:
+        for number in own.keys() & line.clock.at.keys():
             if number != line.number:
                 yield own[number]
         yield self.shared[kind]
 
     def _known(self, block: Block, line: Timeline) -> bool:
-        return self._registry.known(block.stamp, line, exempt=block.owner is line, legacy_edges=self._edges)
+        return self._registry.known(block.stamp, line, exempt=block.owner is line)
 
     def takeable(self, block: Block | None, line: Timeline) -> bool:
         """May `line` take this block as it is, by steps 1 to 3?"""
@@ -318,16 +314,9 @@ class Shelves:
         return "event_dependency" if self._by_clock(block.stamp, line) else "opportunistic"
 
     def _by_clock(self, stamp: VectorClock, line: Timeline) -> bool:
-        """stamp <= clock(S): everything in it is the stream's own, was waited for, or lies behind legacy."""
+        """stamp <= clock(S): everything in it is the stream's own or was waited for."""
         at = line.clock.at
-        for number, seqno in stamp.items():
-            if number == line.number or at.get(number, 0) >= seqno:
-                continue
-            other = self._registry.lines.get(number)
-            if self._edges and other is not None and line is self._registry.legacy and other.kind.blocking:
-                continue
-            return False
-        return True
+        return all(number == line.number or at.get(number, 0) >= seqno for number, seqno in stamp.items())
 
     def _allowed(self, block: Block, line: Timeline) -> bool:
         return self.reuse_kind(block, line) in self._reuse
@@ -346,7 +335,11 @@ class Shelves:
         return block
 
     def hand_out(self, block: Block, line: Timeline, size: int, assumed: bool) -> None:
-        """Make a block on no shelf LIVE, owned by `line`; what it could be taken for in spite of is carried on (R6)."""
+        """Make a block on no shelf LIVE, owned by `line`.
+
+        What the owner was exempt from, the users that are only assumed, is still unfinished: it is carried on into the
+        next stamp, should the next user of the block be one that declares its uses (R3).
+        """
         carried = EMPTY
         if block.state == RETIRED:
             at = line.clock.at

@@ -276,13 +276,14 @@ class Registry:
         }
         return stamp if len(left) == len(stamp.at) else VectorClock(left) if left else EMPTY
 
-    def known(self, stamp: VectorClock, line: Timeline, *, exempt: bool = False, legacy_edges: bool = False) -> bool:
+    def known(self, stamp: VectorClock, line: Timeline, *, exempt: bool = False) -> bool:
         """Is stamp <= known(S)?  May S take memory with this stamp, with no driver call?
 
         known(S) is its clock, what is complete, and S itself.  exempt: S is the block's own owner, so the users
-        that are only assumed do not count (R3).  legacy_edges: legacy's work is ordered behind that of every
-        blocking stream; true of declared uses only, and what was reached that way must stay in the next stamp.
-        The other direction is no help: a host wait for an idle blocking stream does not wait for legacy (R6).
+        that are only assumed do not count (R3).
+
+        The order that the driver keeps between legacy and blocking streams is not used: an allocation is no work, so
+        a block taken by that order and used elsewhere, or after a host wait, would not be behind it (R6).
         """
         at = line.clock.at
         me = line.number
@@ -298,11 +299,8 @@ class Registry:
                         continue
                 return False
             other = self.lines.get(number)
-            if other is None or other.completed >= seqno:
-                continue
-            if legacy_edges and line.kind is Kind.LEGACY and other.kind.blocking:
-                continue
-            return False
+            if other is not None and other.completed < seqno:
+                return False
         return True
 
     def stamp(self, line: Timeline, assumed: bool) -> VectorClock:

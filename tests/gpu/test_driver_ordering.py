@@ -86,6 +86,18 @@ def test_r6_a_record_on_legacy_is_itself_a_barrier_for_streams_created_later(rig
     assert rig.finishes(event)
 
 
+@pytest.mark.parametrize("kind", BLOCKING)
+def test_r6_legacy_is_behind_a_wait_that_a_blocking_stream_was_given(rig: Rig, kind: str) -> None:
+    """So a block that a blocking stream took because of its wait is safe for what is queued on legacy later."""
+    held, waiter = rig.non_blocking(), per_thread_or(rig, kind)
+    latch = rig.hold(held)
+    rig.gpu.stream_wait_event(waiter, rig.recorded(held))
+    behind = rig.recorded(LEGACY)
+    assert rig.is_stuck(behind)
+    latch.release()
+    assert rig.finishes(behind)
+
+
 def test_r6_a_memset_of_no_bytes_on_legacy_orders_nothing(rig: Rig) -> None:
     ptr = rig.gpu.mem_alloc(4096)
     held, other = rig.blocking(), rig.blocking()

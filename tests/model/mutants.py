@@ -96,21 +96,19 @@ TIMELINE = f"{STREAMS}.timeline:Timeline"
 EVENT = f"{STREAMS}.event:Event"
 HEAP = f"{BLOCKS}.heap:Heap"
 
-_BOTH_WAYS: Final = (
-    (
-        f"{REGISTRY}.known",
-        "legacy_edges and line.kind is Kind.LEGACY and other.kind.blocking",
-        "legacy_edges and Kind.LEGACY in (line.kind, other.kind) and (line.kind.blocking or other.kind.blocking)",
-    ),
-    (
-        f"{SHELVES}._covering",
-        "numbers = set(line.clock.at)",
-        "numbers = set(line.clock.at)\n"
-        "    if self._edges and line.kind.blocking:\n"
-        "        numbers.add(self._registry.legacy.number)",
-    ),
-)
-"""A blocking stream takes what legacy freed, as legacy takes what blocking streams freed."""
+_NOT_OVER: Final = "if other is not None and other.completed < seqno:"
+
+
+def _edges(test: str) -> tuple[tuple[str, str, str], ...]:
+    """Let a stream take what another freed wherever `test` of `line` and `other` holds: an order we never asked for."""
+    return (
+        (f"{REGISTRY}.known", _NOT_OVER, f"{_NOT_OVER[:-1]} and not ({test}):"),
+        (f"{SHELVES}._covering", "own.keys() & line.clock.at.keys()", "list(own)"),
+    )
+
+
+_TO_BLOCKING: Final = "other.kind is Kind.LEGACY and line.kind.blocking"
+_TO_LEGACY: Final = "line.kind is Kind.LEGACY and other.kind.blocking"
 
 MUTANTS: Final = (
     _m(
@@ -329,39 +327,21 @@ MUTANTS: Final = (
         "scene: a_current_stream",
         (f"{STREAMS}.stream:stream", "stack.append(s)", "stack.append(s); s.line.learn(stack[-2].line.here)"),
     ),
-    # Legacy alone may use its edges, and whatever proves its work over covers every blocking stream's too.  So what
-    # is carried on in spite of them matters only where the other direction is used as well: `_BOTH_WAYS`.
     _m(
         "r6_a_blocking_stream_takes_what_legacy_freed",
         "quiet: alloc 0 1; free 0; quiet 1 1; sync 1; use 1 2",
-        *_BOTH_WAYS,
+        *_edges(_TO_BLOCKING),
+    ),
+    _m(
+        "r6_legacy_takes_what_a_blocking_stream_freed",
+        "quiet-thread: alloc 1 1; free 0; quiet 0 1; use 1 2",
+        *_edges(_TO_LEGACY),
     ),
     _m(
         "r6_a_legacy_edge_inherited",
         "quiet: alloc 0 1; free 0; quiet 1 1; free 1; alloc 2 1",
-        *_BOTH_WAYS,
+        *_edges(_TO_BLOCKING),
         (f"{SHELVES}.hand_out", "carried = VectorClock(kept)", "carried = EMPTY"),
-    ),
-    _m(
-        "r6_legacy's_edges_used_for_non_blocking_streams",
-        "waits-legacy: alloc 2 1; free 0; alloc 0 1",
-        (
-            f"{REGISTRY}.known",
-            "legacy_edges and line.kind is Kind.LEGACY and other.kind.blocking",
-            "legacy_edges and line.kind is Kind.LEGACY",
-        ),
-        (f"{SHELVES}._covering", "n in lines and lines[n].kind.blocking", "n in lines"),
-    ),
-    _m(
-        "r6_legacy's_edges_used_for_assumed_uses",
-        "quiet-assumed: alloc 0 1; free 0; quiet 1 1; sync 1; use 1 2",
-        *_BOTH_WAYS,
-        (f"{SHELVES}.__init__", 'self._edges = config.uses == "declared"', "self._edges = True"),
-        (
-            f"{STREAMS}.context:satisfied",
-            "return False",
-            "return line.kind.value == 'legacy' and me in lines and lines[me].kind.blocking",
-        ),
     ),
     _m(
         "r6_legacy's_yes_proves_non_blocking_streams",
@@ -385,7 +365,7 @@ MUTANTS: Final = (
     _m(
         "r7_a_bin_ignores_what_is_carried_on",
         "quiet: alloc 0 1; free 0; quiet 1 1; free 1; alloc 2 1",
-        *_BOTH_WAYS,
+        *_edges(_TO_BLOCKING),
         (f"{SHELVES}.hand_out", "binned = not carried and (", "binned = True or ("),
     ),
     _m(

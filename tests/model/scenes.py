@@ -226,7 +226,7 @@ def two_streams_that_compare_equal() -> str | None:
     taken = pool.allocate(2 * MIB, stream=new)
     gpu.launch(new, writes=[taken])
     taken.close()
-    return scene.end("into 0 0 1")  # legacy is ordered behind blocking streams, and not behind this one
+    return scene.end("query 0; into 0 1 1")  # legacy's yes proves blocking streams idle, and not this one
 
 
 SCENES: Final[dict[str, Callable[[], str | None]]] = {
