@@ -121,7 +121,11 @@ POOL: Final = (
 STREAMS: Final = (
     _gauge("stream_allocated_bytes", "Bytes held by callers, by the stream they were allocated on.", "stream"),
     _gauge("stream_in_flight_bytes", "Bytes in flight, by the stream they were allocated on.", "stream"),
-    _gauge("stream_idle_bytes", "Idle bytes, by the stream they were last allocated on.", "stream"),
+    _gauge(
+        "stream_idle_bytes",
+        "Idle bytes, by the stream they were last allocated on where that is still known.",
+        "stream",
+    ),
 )
 """Likewise, only where asked for."""
 

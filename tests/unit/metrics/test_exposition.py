@@ -5,16 +5,19 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.openmetrics import exposition, parser
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from allocator import CachingAllocator, Config, SimDevice, Stream
 from allocator.metrics import register
 from allocator.metrics.catalogue import ALL, Type
+
+generate_openmetrics: Any = exposition.generate_latest  # has no types
+parse_openmetrics: Any = parser.text_string_to_metric_families
 
 
 @pytest.fixture

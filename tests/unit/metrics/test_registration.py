@@ -182,10 +182,11 @@ def test_s30_multi_process_mode_is_refused_with_the_way_out(
     pool: CachingAllocator, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "")
-    for attempt in (lambda: register(pool, registry), lambda: AllocatorCollector(pool)):
-        with pytest.raises(MultiprocessModeError, match="Give each process one port of its own") as caught:
-            attempt()
-        assert variable in str(caught.value) and "own_port=True" in str(caught.value)
+    with pytest.raises(MultiprocessModeError, match="Give each process one port of its own") as caught:
+        register(pool, registry)
+    assert variable in str(caught.value) and "own_port=True" in str(caught.value)
+    with pytest.raises(MultiprocessModeError, match="Give each process one port of its own"):
+        AllocatorCollector(pool)
     assert scrape(registry) == {}
     register(pool, registry, own_port=True)
     assert pools(scrape(registry)) == {("main", "sim:0")}
