@@ -8,6 +8,9 @@ Rules:
 * One pool that cannot be read must not cost the others their figures: it is left out, counted, and logged once.
 * Every text that becomes a label is a name that a user gave, printable, at most 40 characters, and unique.
 
+* Scrapes are spaced, so that many clients at full speed cannot take the interpreter from the program: each gets a time
+  to start, no sooner than `GAP` after the one before, or twice as long as that took.  Nothing is served from a cache.
+
 Threads: `collect` may run in many at once.  The collector's lock guards its list of pools and is never held while a
 pool is read; a registry calls `describe` under its own lock, so that takes none.
 Next: catalogue.py (the metrics), registration.py (one collector a registry).
@@ -20,6 +23,7 @@ import math
 import os
 import platform
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +43,12 @@ LONGEST = 40
 
 ACCELERATED = False
 """Does a compiled part do the hot path?  There is none yet."""
+
+GAP = 0.01
+"""Seconds between the starts of two scrapes at least."""
+
+LONGEST_WAIT = 1.0
+"""Seconds that a scrape waits for its time to start at most."""
 
 MULTIPROCESS = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
 
@@ -91,6 +101,8 @@ class AllocatorCollector:
         check_mode(own_port)
         self._lock = threading.RLock()  # a finaliser that runs inside may come back
         self._members: list[_Member] = []
+        self._next_start = 0.0
+        self._took = 0.0
         _collectors.add(self)
         for pool in pools:
             self.add(pool, per_stream=per_stream)
@@ -146,7 +158,12 @@ class AllocatorCollector:
         return [_family(spec) for spec in ALL]
 
     def collect(self) -> Iterable[Metric]:
-        """All families with values.  Driver calls: those of `pool.stats()`, none that can block."""
+        """All families with values.  Driver calls: those of `pool.stats()`, none that can block.
+
+        Waits for its time to start where scrapes come faster than one in `GAP` seconds; outside every lock.
+        """
+        self._wait_for_a_turn()
+        started = time.monotonic()
         with self._lock:
             members = list(self._prune())
         readings = [(member, stats) for member in members for stats in self._read(member)]
@@ -161,7 +178,16 @@ class AllocatorCollector:
         for member, _ in readings:
             _add(failures, SCRAPE_FAILURES, member.labels, member.failures)
             _add(build, BUILD_INFO, member.labels, _build(member.backing))
+        self._took = time.monotonic() - started
         return [family for family in (*families, failures, build) if family.samples]
+
+    def _wait_for_a_turn(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            start = min(max(now, self._next_start), now + LONGEST_WAIT)
+            self._next_start = start + max(GAP, 2 * self._took)
+        if start > now:
+            time.sleep(start - now)
 
     def _read(self, member: _Member) -> list[Stats | None]:
         """One reading; one None if the pool could not be read; nothing if it has gone."""

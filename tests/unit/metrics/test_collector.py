@@ -8,9 +8,10 @@ import itertools
 import logging
 import math
 import platform
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import allocator
 from allocator import CachingAllocator, Config, DriverError, SimDevice, Stats, Stream
 from allocator.metrics import AllocatorCollector, register
 from allocator.metrics.catalogue import POOL, STREAMS
-from allocator.metrics.collector import label_text
+from allocator.metrics.collector import GAP, LONGEST_WAIT, label_text
 from allocator.stats import Histogram
 from tests.unit.metrics.reading import assert_identity, pools, scrape, value
 
@@ -329,3 +330,85 @@ def test_no_label_holds_an_address_or_a_handle(
     a = pool.allocate(MIB, stream=s)
     texts = {text for _, labels in scrape(registry) for _, text in labels}
     assert not texts & {str(a.ptr), hex(a.ptr), str(s.handle), hex(s.handle)}
+
+
+# -- how often -------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes only where somebody sleeps, or says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(round(seconds, 6))
+        self.now += seconds
+
+
+def test_scrapes_are_spaced_and_a_seldom_one_never_waits(
+    pool: CachingAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("allocator.metrics.collector.time", clock)
+    collector = AllocatorCollector(pool)
+    for _ in range(3):
+        list(collector.collect())
+        clock.now += 1.0
+    assert clock.slept == []
+    for _ in range(3):
+        list(collector.collect())
+    assert clock.slept == [GAP, GAP]
+
+
+def test_slow_scrapes_leave_the_program_time_and_none_waits_for_ever(
+    pool: CachingAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("allocator.metrics.collector.time", clock)
+    stats = pool.stats()
+    took = 0.2
+
+    def slowly(**_: object) -> Stats:
+        clock.now += took
+        return stats
+
+    monkeypatch.setattr(pool, "stats", slowly)
+    collector = AllocatorCollector(pool)
+    list(collector.collect())  # reserves its time before it knows how long it takes
+    list(collector.collect())
+    list(collector.collect())
+    assert clock.slept == [0.2], "twice as long as the one before, less the time that it took"
+    took = 60.0
+    list(collector.collect())
+    list(collector.collect())
+    list(collector.collect())
+    assert max(clock.slept) <= LONGEST_WAIT
+
+
+def test_a_waiting_scrape_holds_nothing(pool: CachingAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("allocator.metrics.collector.time", clock)
+    collector = AllocatorCollector(pool)
+    list(collector.collect())
+    waited: list[bool] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(in_other_thread(lambda: collector.pools == [pool]))  # takes the lock
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    assert list(collector.collect())
+    assert waited == [True]
+
+
+def in_other_thread(work: Callable[[], bool]) -> bool:
+    """What `work` answers there."""
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(work()))
+    thread.start()
+    thread.join()
+    return answers[0]
