@@ -60,7 +60,8 @@ def check_all(universe: Universe, programs: Iterator[Program], unit: Unit) -> Un
             unit.programs += 1
             played += 1
             if wrong is not None:
-                if is_right(universe, program, player.answers):
+                refused = [i for i, block in enumerate(player.blocks) if block is None]
+                if is_right(universe, program, player.answers, refused):
                     unit.failures.append(f"{unit.universe}: {text(program)}: {wrong}")
                     if len(unit.failures) >= MOST_FAILURES:
                         break

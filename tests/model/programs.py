@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -351,14 +351,21 @@ class NaivePlayer(Base):
 
     * at the allocation, earlier work on the owner's stream may still use the bytes: a zero-length kernel of a
       hand-out "before".  A stream that has not waited for the owner since races with it.
-    * assumed uses: a pool that never crosses streams may give the block of an earlier allocation on that stream,
-      freed by now, to this one.  So a pair (old, new) of the same owner shares bytes of its own.
+    * a pool that never crosses streams may give the block of an earlier allocation on that stream, freed by now, to
+      this one.  So a pair (old, new) of the same owner shares bytes of its own: with assumed uses whoever used the
+      old one, with declared uses the owner's own accesses, as a lawful pool waits for the declared ones.
+
+    The kernel of "before" is work, and on legacy work is a barrier that the program never asked for.  So a program is
+    played both with such kernels and with `kernels=False`, with the pairs alone, and is right if both are.
+    refused: allocations that failed with the real pool, so that nothing was launched for them.
     """
 
     MOST = 16
 
-    def __init__(self, universe: Universe) -> None:
+    def __init__(self, universe: Universe, *, kernels: bool = True, refused: Collection[int] = ()) -> None:
         super().__init__(universe)
+        self._kernels = kernels
+        self._refused = refused
         with self.gpu.scope():
             self._base = self.gpu.mem_alloc(MIB)
         self._blocks: list[tuple[object, Any, bool]] = []  # token, stream, live
@@ -371,17 +378,22 @@ class NaivePlayer(Base):
         index = len(self._blocks)
         assert index < self.MOST
         stream, token = self.streams[slot], object()
+        if index in self._refused:
+            self._before.append([])
+            self._blocks.append((token, stream, False))
+            return None
         gpu = self.gpu
         own = self._at(index, index)
-        gpu.hand_out(*own, object())
-        self.on(slot, lambda s: gpu.launch(s, 0, writes=[own]))
+        if self._kernels:
+            gpu.hand_out(*own, object())
+            self.on(slot, lambda s: gpu.launch(s, 0, writes=[own]))
         gpu.hand_out(*own, token)
         before = [i for i, (_, owner, live) in enumerate(self._blocks) if not live and owner is stream]
         for i in before:
             gpu.hand_out(*self._at(i, index), token)
         for later in range(index + 1, self.MOST):
             gpu.hand_out(*self._at(index, later), token)
-        self._before.append(before if self.universe.assumed else [])
+        self._before.append(before if self.universe.assumed or not self._kernels else [])
         self._blocks.append((token, stream, True))
         return index
 
@@ -392,7 +404,8 @@ class NaivePlayer(Base):
         if not self._live(block):
             return
         spans = [self._at(block, block), *(self._at(i, block) for i in self._before[block])]
-        spans += [self._at(block, j) for j in range(block + 1, self.MOST)]
+        if self.universe.assumed or self.streams[slot] is self._blocks[block][1]:
+            spans += [self._at(block, j) for j in range(block + 1, self.MOST)]
         self.on(slot, lambda s: self.gpu.launch(s, DURATION_NS, writes=spans))
 
     def do_use(self, block: int, slot: int) -> None:
@@ -421,19 +434,21 @@ class NaivePlayer(Base):
             self._worker.close()
 
 
-def is_right(universe: Universe, program: Program, answers: Sequence[bool] = ()) -> bool:
+def is_right(universe: Universe, program: Program, answers: Sequence[bool] = (), refused: Collection[int] = ()) -> bool:
     """Does the program keep the contract?  answers: those that queries gave with the real pool.
 
     A query that said "done" here and not there would have made a real program go another way: not judged.
     """
-    naive = NaivePlayer(universe)
-    try:
-        naive.play(program)
-        races = bool(naive.gpu.races)
-    finally:
-        naive.close()
-    here = naive.answers
-    return not races and not any(mine and not theirs for mine, theirs in zip(here, answers, strict=False))
+    for kernels in (True, False):
+        naive = NaivePlayer(universe, kernels=kernels, refused=refused)
+        try:
+            naive.play(program)
+            races = bool(naive.gpu.races)
+        finally:
+            naive.close()
+        if races or any(mine and not theirs for mine, theirs in zip(naive.answers, answers, strict=False)):
+            return False
+    return True
 
 
 def judge(universe: Universe, program: Program, player: Player | None = None) -> str | None:
@@ -441,9 +456,10 @@ def judge(universe: Universe, program: Program, player: Player | None = None) ->
     mine = player if player is not None else Player(universe)
     wrong = mine.run(program)
     answers = list(mine.answers)
+    refused = [i for i, block in enumerate(mine.blocks) if block is None]
     if wrong is None and player is None:
         wrong = mine.close()
-    if wrong is not None and not is_right(universe, program, answers):
+    if wrong is not None and not is_right(universe, program, answers, refused):
         return None
     return wrong
 
