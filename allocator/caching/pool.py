@@ -40,7 +40,7 @@ from allocator.sync import make_lock
 _log = logging.getLogger("allocator")
 _numbers = itertools.count()
 _pools: weakref.WeakSet[CachingAllocator] = weakref.WeakSet()
-AT_SCRAPE = 4096
+AT_SCRAPE = 2048
 """Blocks that one reading of statistics moves out of the bins at most."""
 
 
