@@ -25,7 +25,10 @@ class Allocation:
     requested: bytes asked for.  stream: the resolved stream it was allocated on.
     """
 
-    __slots__ = ("__weakref__", "_block", "_generation", "_home", "ptr", "requested", "stream")
+    __slots__ = ("__weakref__", "_block", "_generation", "_home", "kept", "ptr", "requested", "stream")
+
+    kept: Any
+    """The foreign object that keeps the stream alive, held until `close` (R9); unset where there is none."""
 
     ptr: int
     requested: int

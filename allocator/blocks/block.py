@@ -59,6 +59,7 @@ class Block:
         "assumed",
         "bin",
         "generation",
+        "kept",
         "kind",
         "next",
         "owner",
@@ -89,6 +90,8 @@ class Block:
         self.sole = NOBODY
         self.stamp = EMPTY
         self.users: dict[int, Owner] | None = None
+        self.kept: list[object] | None = None
+        """What keeps the streams in `users` alive meanwhile (R9)."""
         self.prev: Block | None = None
         self.next: Block | None = None
         self.shelf: Shelf | None = None

@@ -124,7 +124,7 @@ class Frees:
             self._met(owner)
         self._shelves.stamped.update(stamp.at)
         block.stamp = stamp
-        block.users = None
+        block.users = block.kept = None  # never the last reference: the timeline has one, dropped outside the lock
         block.bin = None
         block.generation += 1
         accounts = self._accounts

@@ -186,6 +186,8 @@ class CachingAllocator:
         if block is None:
             block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
         allocation = Allocation(self, block, nbytes, face)
+        if face.fast is None:
+            allocation.kept = line.owner  # a foreign object: while this lives, the stream has not ended (R9)
         if self._announce is not None:
             self._announce(block.ptr, size, allocation)
         return allocation
@@ -290,6 +292,8 @@ class CachingAllocator:
             if block.users is None:
                 block.users = {}
             block.users[line.number] = line
+            if line.owner is not None:
+                block.kept = [*(block.kept or ()), line.owner]
             block.bin = None  # several users: no bin may hold it (R7)
 
     def free(self, allocation: Allocation, stream: object) -> None:
@@ -312,6 +316,7 @@ class CachingAllocator:
             line, handle = allocation.stream.timeline, allocation.stream.bare
         allocation._generation = -1
         self.frees.append((allocation._block, generation, named))
+        allocation.kept = None
         if handle is not None or self._careful or len(self.frees) >= 64:
             self._after_free(line, handle)
 

@@ -151,11 +151,15 @@ class Registry:
             if line is None:
                 kind = Kind.BLOCKING if blocking else Kind.NON_BLOCKING
                 line = self._new_line(identity, Kind.PER_THREAD if handle == PER_THREAD else kind, owner)
-            elif owner is not None and line.owner is None and not line.ended:
-                line.owner = owner
-                self._owners[id(owner)] = line
-        if line.ended:
-            raise StreamClosed("the stream has been closed; make a new one")
+            elif line.ended and (isinstance(line.owner, OwnedHandle) or line.kind is Kind.PER_THREAD):
+                raise StreamClosed("the stream has been closed; make a new one")
+            else:
+                # Its object had gone, and yet the stream lives: ids never repeat (R8).  Libraries that keep their
+                # streams for ever (PyTorch) make a new object for the same one at every question.
+                line.revive()
+                if owner is not None and line.owner is None:
+                    line.owner = owner
+                    self._owners[id(owner)] = line
         self.sweep()
         return line
 
@@ -378,13 +382,20 @@ class Registry:
         """`sweep`, at once."""
         with self.lock:
             for line in list(self._owners.values()):
-                owner = line.owner
-                if owner is None or isinstance(owner, OwnedHandle):  # ours tell us themselves
-                    continue
-                del owner
-                if _references(line) <= _ALONE:
+                if not line.ended and self.let_go(line):
                     self.finished.append(line)
             self._sweep_at = max(8, 2 * len(self._owners))
+
+    def let_go(self, line: Timeline) -> bool:
+        """Does only the timeline hold the foreign object that owns the stream?  Under the lock.
+
+        Live allocations hold it too, those that declared a use of the stream among them (R9).
+        """
+        owner = line.owner
+        if owner is None or isinstance(owner, OwnedHandle):  # ours tell us themselves
+            return False
+        del owner
+        return _references(line) <= _ALONE
 
     def seen(self) -> list[Timeline]:
         """Every timeline that may still have unfinished work.  Under the lock."""

@@ -396,6 +396,10 @@ class Sealing:
                     line = lines.popleft()
                 except IndexError:
                     break
+                with registry.lock:
+                    foreign = line.owner is not None and not isinstance(line.owner, OwnedHandle)
+                    if foreign and not registry.let_go(line):
+                        continue  # somebody holds the stream's object again
                 self.end(line)
                 any_ended = True
         return any_ended

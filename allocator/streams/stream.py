@@ -33,10 +33,12 @@ class Stream:
     Driver calls: `cuStreamCreateWithPriority`, `cuStreamGetId`.  Raises DriverError.
     """
 
-    __slots__ = ("__weakref__", "_device", "_owned", "bare", "fast", "registry", "timeline")
+    __slots__ = ("__weakref__", "_device", "_owned", "bare", "fast", "owner", "registry", "timeline")
 
     def __init__(self, device: Device, non_blocking: bool = True, priority: int = 0, name: str | None = None) -> None:
         self._owned: OwnedHandle | None = None
+        self.owner: object = None
+        """The foreign object that keeps the stream alive, for a face that a user holds."""
         self.bare: int | None = None
         """A bare handle that its caller keeps alive as long as memory on it lives (R9).  For the allocator."""
         registry = Registry.of(device)
@@ -70,6 +72,7 @@ class Stream:
         self = cls.__new__(cls)
         self._device, self.registry, self.timeline, self._owned, self.bare = device, registry, line, None, bare
         self.fast = line if line is not None and line.kind is Kind.LEGACY else None
+        self.owner = None
         return self
 
     @classmethod
@@ -87,8 +90,8 @@ class Stream:
     def of(cls, device: Device, stream: object = None, line: Timeline | None = None) -> Stream:
         """`stream` itself if it is one of ours, the current one for None, else a face for a foreign stream.
 
-        line: its timeline, where that has been looked up already.
-
+        The face keeps the foreign object alive, unless `line` is given: its timeline, looked up already by an
+        allocation, which holds the object itself and only while it lives.
         Driver calls and errors: those of `Registry.resolve`; ValueError for a stream of another device.
         """
         registry = Registry.of(device)
@@ -98,11 +101,13 @@ class Stream:
             if stream.registry is not registry:
                 raise ValueError(f"{stream!r} belongs to device {stream._device.label}, not to {device.label}")
             return stream
-        if line is None:
-            line = registry.resolve(stream)
-        if line.kind is Kind.PER_THREAD:
+        timeline = registry.resolve(stream) if line is None else line
+        if timeline.kind is Kind.PER_THREAD:
             return cls.per_thread(device)
-        return cls._face(device, registry, line, None if line.owner is stream else handle_of(stream))
+        face = cls._face(device, registry, timeline, None if timeline.owner is stream else handle_of(stream))
+        if line is None:
+            face.owner = timeline.owner
+        return face
 
     @property
     def device(self) -> Device:

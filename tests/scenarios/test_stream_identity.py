@@ -352,3 +352,75 @@ def test_s05_a_stream_that_is_read_from_is_no_use_of_its_own(gpu: SimDevice, poo
     got = pool.allocate(MIB, stream=Stream(gpu))
     write(gpu, got.stream, got)
     assert pool.stats().growths == 1
+
+
+# -- a living stream whose objects come and go, as PyTorch's do ------------------------------------
+
+
+class Wrapper:
+    """A new object for the same stream at every question; it destroys nothing."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._handle)
+
+
+@pytest.fixture
+def kept_for_ever(gpu: SimDevice) -> int:
+    with gpu.scope():
+        return gpu.stream_create(non_blocking=True, priority=0)
+
+
+def test_s03_a_stream_lives_on_although_each_object_for_it_goes(
+    gpu: SimDevice, pool: CachingAllocator, kept_for_ever: int
+) -> None:
+    other = Stream(gpu)
+    for _ in range(40):
+        x = pool.allocate(MIB, stream=Wrapper(kept_for_ever))
+        gpu.launch(kept_for_ever, duration_ns=1000, writes=[x])
+        del x
+        pool.stats()  # looks for streams whose objects have gone
+        y = pool.allocate(MIB, stream=other)
+        gpu.launch(other, duration_ns=300, writes=[y])
+        y.close()
+        gpu.advance(200)
+    gpu.run_until_idle()
+    assert pool.stats().in_flight_bytes == 0
+
+
+def test_r9_a_live_allocation_holds_the_object_of_its_stream(
+    gpu: SimDevice, pool: CachingAllocator, kept_for_ever: int
+) -> None:
+    """Were the stream taken for ended while the block lives, its later work would not be in the stamp."""
+    x = pool.allocate(MIB, stream=Wrapper(kept_for_ever))
+    gpu.launch(kept_for_ever, duration_ns=10, writes=[x])
+    gpu.run_until_idle()
+    pool.stats()
+    gpu.launch(kept_for_ever, duration_ns=1000, writes=[x])
+    where = span(x)
+    x.close()
+    pool.stats()
+    other = Stream(gpu)
+    y = pool.allocate(MIB, stream=other)
+    assert not overlap(y, where)
+    gpu.launch(other, writes=[y])
+
+
+def test_r9_a_live_allocation_holds_the_objects_of_the_streams_that_use_it(
+    gpu: SimDevice, pool: CachingAllocator, kept_for_ever: int
+) -> None:
+    owner, other = Stream(gpu), Stream(gpu)
+    x = pool.allocate(MIB, stream=owner)
+    gpu.launch(owner, duration_ns=10, writes=[x])
+    x.record_stream(Wrapper(kept_for_ever))
+    gpu.run_until_idle()
+    pool.stats()
+    gpu.launch(kept_for_ever, duration_ns=1000, reads=[x])
+    where = span(x)
+    x.close()
+    pool.stats()
+    y = pool.allocate(MIB, stream=other)
+    assert not overlap(y, where)
+    gpu.launch(other, writes=[y])
