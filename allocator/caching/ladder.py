@@ -13,9 +13,8 @@
     11  OutOfMemoryError
 
 After every step that could have freed something the shelves are looked at again before the driver is asked.
-The pool's lock is held only while looking: never over a driver call, a callback, or a wait (S14, S16).
-Waits are never for one particular block, always for anything that would serve (R13).
-
+The pool's lock is held only while looking: never over a driver call, a callback, or a wait (S14, S16).  Waits are
+never for one particular block, always for anything that would serve (R13).  The ladder stays whole in this module.
 Next: settling.py, which finds out what is over.  Arguments: docs/ordering.md.
 """
 

@@ -12,8 +12,7 @@ Two things are decided here:
   releasing it at exit would be a driver call too late.
 
 Bindings 12 and 13 differ in none of the calls used, but the older ones may lack `cuCtxRecordEvent`.
-Thread-safe; `calls` is exact while a global interpreter lock exists.
-
+Thread-safe; `calls` is exact while a global interpreter lock exists.  As long as the driver has calls that we need.
 Next: device.py (the contracts), _scope.py (current context and capture mode), _bindings.py (what is
 missing on this machine).
 """

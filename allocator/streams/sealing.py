@@ -7,8 +7,8 @@
 Every driver call here is made outside all locks, inside `device.scope()` (R10), and may fail; a call that
 fails publishes nothing.  A stream is asked whether it captures before *and after* it is recorded on or made
 to wait: if a capture began in between, the mark went into the graph and proves nothing (R10).
-An event is used outside the lock only while its `users` count holds it (R4).
-
+An event is used outside the lock only while its `users` count holds it (R4).  All of that order stands in this one
+module, which makes it longer than most.
 Next: ../caching/ladder.py, the one caller that decides when.  Arguments: docs/ordering.md.
 """
 
