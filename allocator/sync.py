@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Protocol, TypeVar
 
 
@@ -26,6 +27,40 @@ class LockLike(AbstractContextManager[bool], Protocol):
         """As `threading.Lock.release`."""
 
 
+class OwnedLock:
+    """A lock that knows which thread holds it, so that a finaliser run inside it can tell (DESIGN 5)."""
+
+    __slots__ = ("_holder", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """As `threading.Lock.acquire`."""
+        got = self._lock.acquire(blocking, timeout)
+        if got:
+            self._holder = threading.get_ident()
+        return got
+
+    def release(self) -> None:
+        """As `threading.Lock.release`."""
+        self._holder = 0
+        self._lock.release()
+
+    def held_here(self) -> bool:
+        """Does the calling thread hold it?"""
+        return self._holder == threading.get_ident()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
 T = TypeVar("T")
 FreeQueue = deque
 
@@ -36,7 +71,7 @@ def make_lock(name: str) -> LockLike:
     """A new lock; `name` says what it guards, for the test scheduler.  Not re-entrant."""
     if _lock_factory is not None:
         return _lock_factory(name)
-    return threading.Lock()
+    return OwnedLock() if name == "timelines" else threading.Lock()
 
 
 def use_lock_factory(factory: Callable[[str], LockLike] | None) -> None:

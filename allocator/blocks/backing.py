@@ -22,14 +22,14 @@ class Backing(Protocol):
     stalls: bool
     """True if giving memory back waits for the whole device."""
 
-    stuck: list[Segment]
-    """What a failed `attach` could not undo either: not usable, to be detached later."""
-
     def reserve(self) -> tuple[int, int]:
         """A new address range (base, bytes) for `attach` to map into; (0, 0) where the driver chooses addresses."""
 
-    def attach(self, ptr: int, nbytes: int, kind: int) -> Segment:
-        """Get `nbytes` from the driver, at `ptr` if `reserve` gave a range.  DriverError if it has none."""
+    def attach(self, ptr: int, nbytes: int, kind: int, stuck: list[Segment]) -> Segment:
+        """Get `nbytes` from the driver, at `ptr` if `reserve` gave a range.  DriverError if it has none.
+
+        What a failed attempt could not undo either is added to `stuck`: not usable, to be detached later.
+        """
 
     def detach(self, segment: Segment) -> None:
         """Give a segment back.  DriverError if the driver refuses; it is then as before."""
@@ -45,7 +45,6 @@ class VirtualMemory:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.stuck: list[Segment] = []
 
     def reserve(self) -> tuple[int, int]:
         """`cuMemAddressReserve`: four times the device's memory, so that there is always a hole to grow into."""
@@ -53,7 +52,7 @@ class VirtualMemory:
         size = 4 * -(-self._device.total_memory // unit) * unit
         return self._device.mem_address_reserve(size), size
 
-    def attach(self, ptr: int, nbytes: int, kind: int) -> Segment:
+    def attach(self, ptr: int, nbytes: int, kind: int, stuck: list[Segment]) -> Segment:
         """`cuMemCreate`, `cuMemMap`, `cuMemSetAccess`; undone in reverse where one fails."""
         device = self._device
         segment = Segment(0, nbytes, device.mem_create(nbytes), kind)
@@ -66,7 +65,7 @@ class VirtualMemory:
             try:
                 self.detach(segment)
             except DriverError:
-                self.stuck.append(segment)
+                stuck.append(segment)
             raise
         return segment
 
@@ -89,13 +88,12 @@ class PlainMemory:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.stuck: list[Segment] = []
 
     def reserve(self) -> tuple[int, int]:
         """No driver call."""
         return 0, 0
 
-    def attach(self, ptr: int, nbytes: int, kind: int) -> Segment:
+    def attach(self, ptr: int, nbytes: int, kind: int, stuck: list[Segment]) -> Segment:
         """`cuMemAlloc`."""
         return Segment(self._device.mem_alloc(nbytes), nbytes, 0, kind)
 

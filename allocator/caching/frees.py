@@ -42,6 +42,8 @@ class Frees:
         self.queue: FreeQueue[tuple[Block, int, Timeline | Anyone | None]] = FreeQueue()
         self._frees_then = 0
         self._freed_then = 0
+        self.dropped: list[object] = []
+        """Foreign stream objects that blocks need no more: to be dropped outside every lock (R9)."""
         self.crossing = False
         """Frees on a second stream have been stamped: from now on when one seals decides how much is reused."""
         self.pressed: Callable[[], bool] = bool
@@ -124,7 +126,9 @@ class Frees:
             self._met(owner)
         self._shelves.stamped.update(stamp.at)
         block.stamp = stamp
-        block.users = block.kept = None  # never the last reference: the timeline has one, dropped outside the lock
+        if block.kept is not None:
+            self.dropped += block.kept
+        block.users = block.kept = None
         block.bin = None
         block.generation += 1
         accounts = self._accounts

@@ -85,9 +85,10 @@ class Growth:
             self.growing += nbytes
         started = self._device.clock_ns()
         segment: Segment | None = None
+        stuck: list[Segment] = []
         try:
             with self._device.scope():
-                segment = self.backing.attach(ptr, nbytes, kind)
+                segment = self.backing.attach(ptr, nbytes, kind, stuck)
                 self._accounts.device_free = self._device.mem_get_info()[0]
         except DriverError as error:
             self._registry.failed(error)
@@ -96,7 +97,7 @@ class Growth:
         finally:
             with self._lock:
                 self.growing -= nbytes
-                block = self._settle_plan(segment, ptr, nbytes, parts, (self._device.clock_ns() - started) / 1e9)
+                block = self._settle_plan(segment, stuck, ptr, nbytes, parts, (self._device.clock_ns() - started) / 1e9)
         return block
 
     def _reserve(self) -> None:
@@ -146,6 +147,7 @@ class Growth:
     def _settle_plan(
         self,
         segment: Segment | None,
+        stuck: list[Segment],
         ptr: int,
         nbytes: int,
         parts: tuple[Block | None, Block | None],
@@ -156,7 +158,6 @@ class Growth:
         accounts.mark()
         left, right = parts
         if segment is None:
-            stuck, self.backing.stuck = self.backing.stuck, []
             self._unreleased += stuck
             if self._spaces is not None and not any(piece.ptr == ptr for piece in stuck):
                 self._space_of(ptr).give_back(ptr, ptr + nbytes)
@@ -287,10 +288,10 @@ class Growth:
     def close(self) -> None:
         """Free the address range; nothing may be reserved.  `cuMemAddressFree`."""
         base, size = self._range
-        self._range, self._spaces = (0, 0), None
         if base:
             with self._device.scope():
                 self.backing.unreserve(base, size)
+        self._range, self._spaces = (0, 0), None
 
     @property
     def empty(self) -> bool:

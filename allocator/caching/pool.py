@@ -76,6 +76,8 @@ class CachingAllocator:
         self._shelves = Shelves(self._heap, self._registry, self.config)
         self._accounts = Accounts(self._heap, self._shelves)
         self._frees = Frees(self._registry, self._shelves, self._accounts, self.config)
+        self._listed = False
+        """On the reaper's list."""
         self._growth = Growth(
             self.device, self.config, self._registry, self._heap, self._shelves, self._accounts, self._lock
         )
@@ -132,11 +134,9 @@ class CachingAllocator:
             return self._allocate_slowly(nbytes, stream, assumed)
         size = (nbytes + 511) & -512
         block: Block | None = None
-        due = False
         with self._lock:
-            if self.frees:
-                due = self._drain()
-            sizes = self._bins[assumed].get(line)  # of this device only: a foreign line finds nothing
+            due = bool(self.frees) and self._drain()
+            sizes = None if due else self._bins[assumed].get(line)  # of this device only: a foreign line finds nothing
             if sizes is not None:
                 bin_ = sizes.get(size)
                 if bin_:
@@ -148,7 +148,7 @@ class CachingAllocator:
                     accounts.allocated = allocated = accounts.allocated + size
                     if allocated > accounts.high:
                         accounts.high = allocated
-        if due:
+        if due:  # before a block is taken: whatever fails here loses none
             self._settling.seal()
         if block is None:
             return self._allocate_slowly(nbytes, stream, assumed)
@@ -176,18 +176,22 @@ class CachingAllocator:
             assumed = self._uses
         with self._lock:
             due = self._frees.drain()
+        if due:
+            self._settling.seal((line, given))
+        with self._lock:
             sizes = self._shelves.bins[assumed].get(line)
             bin_ = sizes.get(size) if sizes is not None else None
             block = bin_.pop() if bin_ else None
             if block is not None:
                 self._accounts.hand_out(block, nbytes, "same_stream")
-        if due:
-            self._settling.seal((line, given))
         if block is None:
             block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
         allocation = Allocation(self, block, nbytes, face)
         if face.fast is None:
             allocation.kept = line.owner  # a foreign object: while this lives, the stream has not ended (R9)
+        self._frees.dropped.clear()  # outside every lock: foreign destructors may run here
+        if self._closed:
+            self._stay_listed()  # closed by another thread in the meantime
         if self._announce is not None:
             self._announce(block.ptr, size, allocation)
         return allocation
@@ -251,7 +255,7 @@ class CachingAllocator:
             f"(reserved {format_size(numbers['reserved'])}, allocated {format_size(numbers['allocated'])}, "
             f"in flight {format_size(numbers['in_flight'])}, idle {format_size(numbers['idle'])}, "
             f"limit {format_size(limit) if limit else 'none'}{pinned})",
-            requested=request.size,
+            requested=request.requested,
             limit=limit,
             stats=numbers,
         )
@@ -274,6 +278,13 @@ class CachingAllocator:
             self._shrink()
         elif not self.config.detect_captures:
             self._careful = False
+            if (
+                self._closed
+                or self._registry.lost is not None
+                or self._registry.forked
+                or (self._growth.limit and self._growth.held > self._growth.limit)
+            ):
+                self._careful = True  # another thread has just set it
 
     # -- the other calls of an allocation --------------------------------------------------------
 
@@ -305,11 +316,13 @@ class CachingAllocator:
         handle: int | None = None
         if stream is not None and not self._registry.forked:
             try:
+                if _inside(self._registry):
+                    raise AllocatorError("called by a finaliser inside the allocator's own locked section")
                 named, handle = target(self.device, stream)
-            except (AllocatorError, ValueError, TypeError) as error:
+            except Exception as error:  # foreign code among others: close never raises
                 named = ANYONE  # used somewhere: everybody waits, the owner as well
                 # Texts only: a log record that outlives the call must not keep its frames, and so memory, alive.
-                _log.warning("close(stream=%s): %s; the memory waits for every stream", repr(stream), str(error))
+                _log.warning("close(stream=...): %s; the memory waits for every stream", str(error))
         line = named if isinstance(named, Timeline) else None
         if stream is None and allocation.stream.bare is not None:
             # By contract the caller has kept the bare handle alive up to this call; nobody will after it (S03, R9).
@@ -321,17 +334,26 @@ class CachingAllocator:
             self._after_free(line, handle)
 
     def _after_free(self, line: Timeline | None, handle: int | None) -> None:
-        """The free was given a handle that nobody keeps alive: stamp now and seal inside this call (R9)."""
-        if self._registry.forked:
+        """The free was given a handle that nobody keeps alive: stamp now and seal inside this call (R9).
+
+        Not where a finaliser runs it inside our own locked section: the next public call then sees to the rest.
+        """
+        if self._registry.forked or _inside(self._registry):
             return
-        with self._lock:
+        if not self._lock.acquire(timeout=0.1 if handle is not None else 0.0):
+            return
+        try:
             due = self._frees.drain()
+        finally:
+            self._lock.release()
+        self._frees.dropped.clear()
         if handle is not None and line is not None and line.kind in (Kind.BLOCKING, Kind.NON_BLOCKING):
             if line.owner is None and not self._sealing.query(line, handle):
                 self._sealing.seal(line, handle)
         elif due:
             self._settling.seal()
         if self._closed:
+            self._stay_listed()
             reap()
         elif self._growth.limit and self._growth.held > self._growth.limit:
             self._shrink()
@@ -512,8 +534,13 @@ class CachingAllocator:
             return
         self._closed = self._careful = True
         _pools.discard(self)
-        leave(self)
+        self._stay_listed()
         reap()
+
+    def _stay_listed(self) -> None:
+        if not self._listed:
+            self._listed = True
+            leave(self)
 
     def give_up_memory(self) -> bool:
         """Of a closed pool: give back what is idle by now; True if nothing is left.  For the reaper."""
@@ -536,7 +563,9 @@ class CachingAllocator:
             self._accounts.mark()
         if not self._growth.backing.stalls or self._settling.all_over():
             self._growth.release("close", 1 << 62)
+        self._frees.dropped.clear()
         if self._growth.empty and not self.frees:
+            self._listed = False
             self._growth.close()
             return True
         return False
@@ -553,12 +582,18 @@ class CachingAllocator:
         # Nobody can allocate from it any more, and every allocation from it has gone (each holds its pool).
         # A finaliser only queues (DESIGN 5): the next public call of any pool gives the memory back.
         if getattr(self, "_closed", True) is False:
-            self._closed = self._careful = True
+            self._closed = self._careful = self._listed = True
             leave(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{format_size(self._heap.reserved)} reserved"
         return f"<CachingAllocator {self.name!r} on {self.device.label}: {state}>"
+
+
+def _inside(registry: Registry) -> bool:
+    """Is the calling thread inside a locked section of the timelines, so that a lock would be taken twice?"""
+    held_here = getattr(registry.lock, "held_here", None)
+    return held_here is not None and bool(held_here())
 
 
 class CallbackHandle:
@@ -567,10 +602,12 @@ class CallbackHandle:
     def __init__(self, callbacks: list[Callable[[int], bool]], callback: Callable[[int], bool]) -> None:
         self._callbacks = callbacks
         self._callback = callback
+        self._removed = False
 
     def remove(self) -> None:
         """The callback is not called any more.  Twice is harmless."""
-        if self._callback in self._callbacks:
+        if not self._removed and self._callback in self._callbacks:
+            self._removed = True
             self._callbacks.remove(self._callback)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
-from allocator.errors import DriverError
-
 MOST_SKIPPED = 64
 """Allocations off the hot path that pass between two looks at a pool which could not go yet."""
 
@@ -60,7 +58,7 @@ def reap(*, patiently: bool = False) -> None:
             continue
         try:
             done = look.pool.give_up_memory()
-        except DriverError:
+        except Exception:  # whatever it was: the pool stays on the list and is tried again
             done = False
         if not done:
             look.skipped, look.skip = 0, min(2 * look.skip + 1, MOST_SKIPPED)

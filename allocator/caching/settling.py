@@ -18,6 +18,7 @@ from allocator.caching.frees import Frees
 from allocator.caching.shelves import Shelves
 from allocator.config import Config
 from allocator.devices import Device
+from allocator.errors import DriverError
 from allocator.streams import Kind, Registry, Sealing, Timeline
 from allocator.sync import LockLike
 
@@ -156,6 +157,9 @@ class Settling:
             self._sealing.counts["host_synchronizations"] += 1
             with device.scope():
                 over = seconds > 0 and device.wait_any([sealed.event for sealed in events], seconds)
+        except DriverError as error:  # no answer (R11); which event it was, the poll finds out
+            registry.failed(error)
+            over = False
         finally:
             with registry.lock:
                 for sealed in events:

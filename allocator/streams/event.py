@@ -161,5 +161,9 @@ def destroy_orphans(registry: Registry) -> None:
         return
     device = registry.device
     with suppress(DriverError, ForkError), device.scope():
-        while registry.orphan_events:
-            device.event_destroy(registry.orphan_events.popleft())
+        for _ in range(len(registry.orphan_events)):
+            try:
+                event = registry.orphan_events.popleft()
+            except IndexError:  # another thread took the last
+                return
+            device.event_destroy(event)

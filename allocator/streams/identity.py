@@ -19,6 +19,9 @@ _BORROWED: Final = frozenset({"ExternalStream"})
 _LIBRARIES: Final = frozenset({"cupy", "torch", "cuda", "rmm", "numba", "pycuda", "jax"})
 """Top-level modules whose stream objects own their handle although they may not speak `__cuda_stream__`."""
 
+_DESTROYERS: Final = frozenset({("cupy.cuda.stream", "Stream")})
+"""(module, class) of foreign objects that destroy their stream when they go."""
+
 _ATTRIBUTES: Final = ("handle", "ptr", "cuda_stream", "value")
 
 
@@ -82,6 +85,16 @@ def owns_handle(stream: object) -> bool:
     if isinstance(stream, int) or cls.__name__ in _BORROWED:
         return False
     return hasattr(stream, "__cuda_stream__") or cls.__module__.partition(".")[0] in _LIBRARIES
+
+
+def dies_with(owner: object) -> bool:
+    """True if the stream is known to be destroyed when `owner` goes: nobody can give it work after that (R9).
+
+    Of other objects we only know that they keep the stream alive while they live: PyTorch's streams live for ever, and
+    wrappers come and go.
+    """
+    cls = type(owner)
+    return isinstance(owner, OwnedHandle) or (cls.__module__, cls.__name__) in _DESTROYERS
 
 
 def is_special(handle: int) -> bool:

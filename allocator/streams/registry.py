@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Protocol
 
 from allocator.devices import LEGACY, PER_THREAD, Capture, Device
@@ -151,15 +151,11 @@ class Registry:
             if line is None:
                 kind = Kind.BLOCKING if blocking else Kind.NON_BLOCKING
                 line = self._new_line(identity, Kind.PER_THREAD if handle == PER_THREAD else kind, owner)
-            elif line.ended and (isinstance(line.owner, OwnedHandle) or line.kind is Kind.PER_THREAD):
+            elif line.ended:
                 raise StreamClosed("the stream has been closed; make a new one")
-            else:
-                # Its object had gone, and yet the stream lives: ids never repeat (R8).  Libraries that keep their
-                # streams for ever (PyTorch) make a new object for the same one at every question.
-                line.revive()
-                if owner is not None and line.owner is None:
-                    line.owner = owner
-                    self._owners[id(owner)] = line
+            elif owner is not None and line.owner is None:
+                line.owner = owner
+                self._owners[id(owner)] = line
         self.sweep()
         return line
 
@@ -167,9 +163,11 @@ class Registry:
         line = Timeline(self._next, kind, identity)
         self._next += 1
         line.owner = owner
+        # `lines` first: they are read without the lock, and a number that is not found there means "over".
+        self.lines[line.number] = line
+        self.streams[identity] = line
         if owner is not None:
             self._owners[id(owner)] = line
-        self.streams[identity] = self.lines[line.number] = line
         return line
 
     def reachable(self, line: Timeline) -> bool:
@@ -190,7 +188,9 @@ class Registry:
 
         Stamping them later is safe, but then the mark does not cover them (R3).  Not under any lock.
         """
-        for pool in list(self.pools):
+        with self.lock:
+            pools = list(self.pools)
+        for pool in pools:
             if pool.frees:
                 pool.drain_frees()
 
@@ -231,7 +231,7 @@ class Registry:
                 dead, owner.handle = owner.handle, None
         if dead is not None and not self.forked and not self.lost:
             device = self.device
-            with device.scope():
+            with suppress(DriverError), device.scope():
                 device.stream_destroy(dead)
 
     def destroy(self, owner: OwnedHandle) -> None:
@@ -312,8 +312,10 @@ class Registry:
         if not assumed:
             return line.here
         stamp = line.here_assumed
-        if stamp is None or stamp.at[CONTEXT] != self.context.pending:
-            stamp = line.here_assumed = line.here.advanced(CONTEXT, self.context.pending)
+        here = line.here
+        number = line.number
+        if stamp is None or stamp.at[CONTEXT] != self.context.pending or stamp.at[number] != here.at[number]:
+            stamp = line.here_assumed = here.advanced(CONTEXT, self.context.pending)
         return stamp
 
     # -- ends ----------------------------------------------------------------------------------
@@ -382,11 +384,11 @@ class Registry:
         """`sweep`, at once."""
         with self.lock:
             for line in list(self._owners.values()):
-                if not line.ended and self.let_go(line):
+                if not line.ended and self.only_ours(line):
                     self.finished.append(line)
             self._sweep_at = max(8, 2 * len(self._owners))
 
-    def let_go(self, line: Timeline) -> bool:
+    def only_ours(self, line: Timeline) -> bool:
         """Does only the timeline hold the foreign object that owns the stream?  Under the lock.
 
         Live allocations hold it too, those that declared a use of the stream among them (R9).
@@ -443,7 +445,7 @@ def _read(owner: object) -> int | None:
         return None
     try:
         handle = handle_of(owner)
-    except (TypeError, ValueError):
+    except Exception:  # foreign code: whatever it raises, there is no handle to use
         return None
     return None if is_special(handle) else handle
 
@@ -470,14 +472,17 @@ _ALONE = _references_if_alone()
 class _ThreadToken:
     """Lives in a thread's local storage; its death is how we learn that the thread has ended."""
 
-    __slots__ = ("_finished", "line")
+    __slots__ = ("_ends", "_finished", "line")
 
     def __init__(self, line: Timeline, finished: deque[Timeline]) -> None:
         self.line = line
         self._finished = finished
+        self._ends = not isinstance(threading.current_thread(), threading._DummyThread)
 
     def __del__(self) -> None:
-        self._finished.append(self.line)
+        # A thread that Python did not start gets new local storage at every call into Python: it has not ended.
+        if self._ends:
+            self._finished.append(self.line)
 
 
 def _after_fork_in_child() -> None:

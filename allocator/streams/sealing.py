@@ -21,7 +21,7 @@ from contextlib import suppress
 from allocator.errors import DriverError, StreamCapturing, StreamClosed
 from allocator.events import EMPTY, VectorClock
 from allocator.streams.context import ContextSeal
-from allocator.streams.identity import OwnedHandle
+from allocator.streams.identity import OwnedHandle, dies_with
 from allocator.streams.registry import Registry
 from allocator.streams.timeline import Kind, Sealed, Timeline
 
@@ -133,22 +133,25 @@ class Sealing:
         if registry.lost or registry.forked:
             return False
         before = registry.version
-        with device.scope():
-            for line in lines:
-                with registry.lock:
-                    flight = list(line.in_flight)
-                    for sealed in flight:
-                        sealed.users += 1
-                done = None
-                try:
-                    done = self._newest_done(line, flight)
-                finally:
+        try:
+            with device.scope():
+                for line in lines:
                     with registry.lock:
-                        if done is not None:
-                            registry.complete(line, done.seqno)
+                        flight = list(line.in_flight)
                         for sealed in flight:
-                            registry.recycle(sealed)
-            self._poll_context()
+                            sealed.users += 1
+                    done = None
+                    try:
+                        done = self._newest_done(line, flight)
+                    finally:
+                        with registry.lock:
+                            if done is not None:
+                                registry.complete(line, done.seqno)
+                            for sealed in flight:
+                                registry.recycle(sealed)
+                self._poll_context()
+        except DriverError as error:  # the scope itself: the context is gone
+            registry.failed(error)
         with registry.lock:
             registry.advance_context()
         return registry.version != before
@@ -361,11 +364,12 @@ class Sealing:
 
     # -- ends --------------------------------------------------------------------------------------
 
-    def end(self, line: Timeline) -> None:
+    def end(self, line: Timeline, given: int | None = None) -> None:
         """No work will be added to the stream: seal it once more and let its owner go (R2, R9).
 
-        Driver calls: a query; a record where it says "busy"; `cuStreamDestroy` for a stream of ours.  Where neither
-        works, as in a capture, the owner is kept and the next `end_finished` tries again.
+        given: a handle that is alive for the length of this call.  Driver calls: a query; a record where it says
+        "busy"; `cuStreamDestroy` for a stream of ours.  Where neither works, as in a capture, the owner is kept and
+        the next `end_finished` tries again.
         """
         registry = self.registry
         if registry.forked:
@@ -374,8 +378,29 @@ class Sealing:
             if line.kind is Kind.LEGACY or (line.ended and line.owner is None):
                 return
             line.end()
-            reachable = line.owner is not None and registry.lost is None and not registry.forked
-        if reachable and not self.query(line) and self.seal(line) is None:
+        self._seal_and_release(line, given)
+
+    def let_go(self, line: Timeline) -> None:
+        """Nobody but us holds the foreign object that owns the stream: seal the stream while we can, and drop it.
+
+        The stream ends only if the object is known to destroy it.  Else it may live on, and be given work by whoever
+        has its handle: like one known by a bare handle (R9).
+        """
+        registry = self.registry
+        if registry.forked:
+            return
+        registry.before_mark()  # this may be the last mark ever: queued frees should count as before it
+        with registry.lock:
+            if not registry.only_ours(line):
+                return  # somebody holds the object again
+            if dies_with(line.owner):
+                line.end()
+        self._seal_and_release(line, None)
+
+    def _seal_and_release(self, line: Timeline, given: int | None) -> None:
+        registry = self.registry
+        reachable = (given is not None or line.owner is not None) and registry.lost is None
+        if reachable and not self.query(line, given) and self.seal(line, given) is None:
             registry.unended.append(line)
             return
         with registry.lock:
@@ -396,10 +421,9 @@ class Sealing:
                     line = lines.popleft()
                 except IndexError:
                     break
-                with registry.lock:
-                    foreign = line.owner is not None and not isinstance(line.owner, OwnedHandle)
-                    if foreign and not registry.let_go(line):
-                        continue  # somebody holds the stream's object again
-                self.end(line)
+                if line.ended or line.kind is Kind.PER_THREAD or isinstance(line.owner, OwnedHandle):
+                    self.end(line)
+                else:
+                    self.let_go(line)
                 any_ended = True
         return any_ended

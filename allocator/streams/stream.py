@@ -191,7 +191,7 @@ class Stream:
         """End the stream: no more work; queued work still runs.  Twice is harmless; the special streams never end."""
         if self.timeline is not None and self.timeline.kind is not Kind.LEGACY and not self.timeline.ended:
             self.fast = None
-            Sealing(self.registry).end(self.timeline)
+            Sealing(self.registry).end(self.timeline, self.bare)
 
     def _require(self) -> Timeline:
         line = self.line

@@ -141,13 +141,6 @@ class Timeline:
             self.here = VectorClock({self.number: seqno})
             self.here_assumed = None
 
-    def revive(self) -> None:
-        """The stream lives on after all: frees from now on name a seqno that nothing covers yet."""
-        if self.ended:
-            self.ended = False
-            self.here = VectorClock({self.number: self.pending})
-            self.here_assumed = None
-
     def publish(self, sealed: Sealed) -> None:
         """An event now lies behind `sealed.seqno` and all closed before it.  Called after the record went well."""
         flight = self.in_flight

@@ -34,6 +34,9 @@ class Foreign:
             self._gpu.stream_destroy(self.ptr)
 
 
+Foreign.__module__, Foreign.__name__ = "cupy.cuda.stream", "Stream"  # known to destroy its stream when it goes
+
+
 # -- S03: a handle number comes again --------------------------------------------------------------
 
 
