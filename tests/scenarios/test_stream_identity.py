@@ -427,3 +427,65 @@ def test_r9_a_live_allocation_holds_the_objects_of_the_streams_that_use_it(
     y = pool.allocate(MIB, stream=other)
     assert not overlap(y, where)
     gpu.launch(other, writes=[y])
+
+
+def test_r9_a_stream_shown_through_a_new_object_is_not_ended_inside_that_very_call(
+    gpu: SimDevice, lab: Lab, kept_for_ever: int
+) -> None:
+    pool = lab.pool(gpu, uses="declared")
+    other = Stream(gpu)
+    a = pool.allocate(2 * MIB, stream=Wrapper(kept_for_ever))
+    a.close()
+    del a
+    pool.allocate(30 * MIB, stream=other).close()  # grows, and looks for objects that have gone
+    again = Wrapper(kept_for_ever)
+    b = pool.allocate(64 * MIB, stream=again)  # climbs the ladder: the stream must not end on the way
+    gpu.launch(kept_for_ever, duration_ns=1_000_000, writes=[b])
+    where = span(b)
+    b.close()
+    c = pool.allocate(64 * MIB, stream=other)
+    assert not overlap(c, where)
+    gpu.launch(other, writes=[c])
+
+
+@pytest.mark.parametrize("how", ["allocated", "declared"])
+def test_r9_an_object_that_comes_and_goes_does_not_end_a_stream_known_by_its_handle(
+    gpu: SimDevice, lab: Lab, kept_for_ever: int, how: str
+) -> None:
+    pool = lab.pool(gpu, uses="declared", context_events=True)
+    mine, other = Stream(gpu), Stream(gpu)
+    a = pool.allocate(2 * MIB, stream=kept_for_ever if how == "allocated" else mine)
+    if how == "declared":
+        a.record_stream(kept_for_ever)
+    b = pool.allocate(2 * MIB, stream=Wrapper(kept_for_ever))
+    b.close()
+    del b
+    pool.stats()
+    gpu.launch(kept_for_ever, duration_ns=1_000_000, writes=[a])
+    where = span(a)
+    a.close()
+    pool.stats()
+    got = [pool.allocate(2 * MIB, stream=other) for _ in range(2)]
+    assert not any(overlap(c, where) for c in got)
+    gpu.launch(other, writes=got)
+
+
+def test_r3_a_stream_whose_object_has_gone_still_is_an_assumed_user(
+    gpu: SimDevice, lab: Lab, kept_for_ever: int
+) -> None:
+    pool = lab.pool(gpu, uses="assumed", context_events=True)
+    a, b = Stream(gpu), Stream(gpu)
+    first = pool.allocate(4 * MIB, stream=Wrapper(kept_for_ever))
+    first.close()
+    del first
+    pool.stats()
+    x = pool.allocate(2 * MIB, stream=a)
+    gpu.launch(a, writes=[x])
+    a.synchronize()
+    gpu.launch(kept_for_ever, duration_ns=1_000_000, reads=[x])
+    where = span(x)
+    x.close()
+    pool.stats()
+    got = [pool.allocate(2 * MIB, stream=b) for _ in range(3)]
+    assert not any(overlap(c, where) for c in got)
+    gpu.launch(b, writes=got)

@@ -707,3 +707,47 @@ def test_s23_a_stream_of_another_device_is_refused_and_nothing_is_lost(lab: Lab)
         a.record_stream(wrong)
     a.close(wrong)  # never raises; everybody waits
     assert second.used_bytes == 0
+
+
+def test_s16_a_finaliser_that_closes_inside_our_own_locked_section_does_not_hang(
+    gpu: SimDevice, pool: CachingAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may run a user's `__del__`, and that `close()`, anywhere."""
+    s = Stream(gpu)
+
+    class Buffer:
+        def __init__(self) -> None:
+            self.memory = pool.allocate(512, stream=s)
+            self.me = self
+
+        def __del__(self) -> None:
+            self.memory.close()
+
+    gc.disable()
+    try:
+        for _ in range(200):
+            Buffer()
+        shelves = pool._shelves
+        refresh = shelves.refresh
+
+        def collected() -> bool:
+            gc.collect()
+            return refresh()
+
+        monkeypatch.setattr(shelves, "refresh", collected)
+        pool.allocate(MIB, stream=s)
+    finally:
+        gc.enable()
+    monkeypatch.undo()
+    assert pool.stats().allocated_bytes == 0
+
+
+def test_s16_a_free_whose_stream_raises_is_kept_and_raises_nothing(gpu: SimDevice, pool: CachingAllocator) -> None:
+    class Broken:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            raise RuntimeError("gone")
+
+    s = Stream(gpu)
+    x = pool.allocate(MIB, stream=s)
+    x.close(Broken())
+    assert pool.allocate(MIB, stream=s).size == MIB
