@@ -146,8 +146,8 @@ MUTANTS: Final = (
         "r2_a_stream_that_ends_is_over",
         "ends: alloc 0 1; free 0; renew 0; alloc 0 1",
         (
-            f"{SEALING}.end",
-            "if reachable and not self.query(line) and self.seal(line) is None:",
+            f"{SEALING}._seal_and_release",
+            "if reachable and not self.query(line, given) and self.seal(line, given) is None:",
             "registry.mark([(line, line.closed)])\n    if False:",
         ),
     ),
@@ -412,10 +412,19 @@ MUTANTS: Final = (
     _m(
         "r9_a_handle_used_after_its_stream_was_destroyed",
         "ends: alloc 0 1; free 0; renew 0; stats; alloc 0 1",
-        (f"{SEALING}.end", "if reachable and not self.query(line) and self.seal(line) is None:", "if False:"),
-        (f"{SEALING}.end", "owner = registry.release_owner(line)", "owner = line.owner"),
+        (
+            f"{SEALING}._seal_and_release",
+            "if reachable and not self.query(line, given) and self.seal(line, given) is None:",
+            "if False:",
+        ),
+        (f"{SEALING}._seal_and_release", "owner = registry.release_owner(line)", "owner = line.owner"),
         (f"{REGISTRY}._unpin", "dead, owner.handle = owner.handle, None", "dead = owner.handle"),
         (f"{REGISTRY}.borrow", "None if owner.closing else owner.handle", "owner.handle"),
+    ),
+    _m(
+        "r9_an_object_that_goes_ends_its_stream",
+        "scene: a_living_stream_whose_object_goes",
+        (f"{SEALING}.let_go", "if dies_with(line.owner):", "if True:"),
     ),
     _m(
         "r10_a_mark_that_went_into_a_graph_believed",

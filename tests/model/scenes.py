@@ -229,6 +229,31 @@ def two_streams_that_compare_equal() -> str | None:
     return scene.end("query 0; into 0 1 1")  # legacy's yes proves blocking streams idle, and not this one
 
 
+class Passing:
+    """An object for a stream that it does not own."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._handle)
+
+
+def a_living_stream_whose_object_goes() -> str | None:
+    """A block lives on a stream known by its handle, while an object for the same stream comes and goes."""
+    scene = Scene(("nb", "nb"))
+    gpu, pool = scene.gpu, scene.pool
+    with gpu.scope():
+        handle = gpu.stream_create(non_blocking=True, priority=0)
+    kept = pool.allocate(2 * MIB, stream=handle)
+    pool.allocate(2 * MIB, stream=Passing(handle)).close()
+    pool.stats()
+    gpu.launch(handle, writes=[kept])
+    kept.close()
+    pool.stats()
+    return scene.end("into 0 0 1; into 1 0 1")
+
+
 SCENES: Final[dict[str, Callable[[], str | None]]] = {
     scene.__name__: scene
     for scene in (
@@ -246,5 +271,6 @@ SCENES: Final[dict[str, Callable[[], str | None]]] = {
         a_free_queued_twice,
         an_event_query_that_fails,
         two_streams_that_compare_equal,
+        a_living_stream_whose_object_goes,
     )
 }
