@@ -338,9 +338,11 @@ class CachingAllocator:
 
         Not where a finaliser runs it inside our own locked section: the next public call then sees to the rest.
         """
-        if self._registry.forked or _inside(self._registry):
+        if self._registry.forked:
             return
-        if not self._lock.acquire(timeout=0.1 if handle is not None else 0.0):
+        if self._closed:
+            self._stay_listed()  # lock-free: whatever is left undone here, the reaper sees to
+        if _inside(self._registry) or not self._lock.acquire(timeout=0.1 if handle is not None else 0.0):
             return
         try:
             due = self._frees.drain()
@@ -353,7 +355,6 @@ class CachingAllocator:
         elif due:
             self._settling.seal()
         if self._closed:
-            self._stay_listed()
             reap()
         elif self._growth.limit and self._growth.held > self._growth.limit:
             self._shrink()

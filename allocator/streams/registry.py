@@ -372,7 +372,7 @@ class Registry:
         return owner
 
     def sweep(self) -> None:
-        """Look for foreign stream objects that only we still hold; their streams end (R9).
+        """Look for foreign stream objects that only we still hold, to be let go (R9).
 
         Costs O(streams), so it runs when their number has doubled since last time, at `stats()` and before a
         pool grows.  No driver call: `Sealing.end_finished` makes them.

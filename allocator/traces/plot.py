@@ -45,7 +45,7 @@ class PlotFile:
             raise ValueError(f"{self.path}: may not be written")
         if path.suffix.lower() == ".png":
             try:
-                import matplotlib.figure  # noqa: F401
+                import matplotlib.figure  # noqa: F401  # only to see that it is there
             except ImportError:
                 raise ValueError(
                     f"{self.path}: a PNG needs matplotlib (pip install 'weir-allocator[plot]'); an SVG needs nothing"

@@ -66,7 +66,7 @@ class HandOut:
         self._ref: weakref.ref[Any] | None = None
         key = id(owner)
         try:
-            self._ref = weakref.ref(owner, lambda _, key=key: by_owner.pop(key, None))  # type: ignore[misc]
+            self._ref = weakref.ref(owner, lambda _, key=key: by_owner.pop(key, None))  # type: ignore[misc]  # mypy does not infer a lambda with a default
         except TypeError:
             self._owner = owner
         else:
