@@ -82,7 +82,8 @@ class World:
         """Also in a forked child, where a thread that no longer exists may have held them."""
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.waiting: set[int] = set()
+        self.waiting: dict[int, float] = {}
+        """Thread -> when it began its host wait, in real seconds."""
         self.hopeless: set[int] = set()
 
     def add_device(self, device: Context) -> int:
@@ -102,7 +103,7 @@ class World:
         """
         me = threading.get_ident()
         started = time.monotonic()
-        self.waiting.add(me)
+        self.waiting[me] = started
         try:
             while True:
                 known = [node.finish is not None for node in nodes]
@@ -112,7 +113,7 @@ class World:
                 # A thread may end without telling us, hence the short real timeout.
                 self.changed.wait(0.02)
         finally:
-            self.waiting.discard(me)
+            self.waiting.pop(me, None)
             self.hopeless.discard(me)
             self.changed.notify_all()
 
@@ -120,12 +121,13 @@ class World:
         if threading.get_ident() in self.hopeless:
             raise SimDeadlock(f"{call} waits for a held stream, as every other thread did")
         helpers = [t for t in threading.enumerate() if t.ident not in self.waiting and t.is_alive()]
-        if not helpers:
+        # Daemons are given some time from when the last of the others began to wait.
+        all_wait_s = time.monotonic() - max(self.waiting.values())
+        if not helpers or (all_wait_s > self.daemon_patience_s and all(t.daemon for t in helpers)):
             # It is one deadlock for all of them, whatever this thread does once it has caught the error.
-            self.hopeless |= self.waiting
+            self.hopeless |= self.waiting.keys()
             raise SimDeadlock(f"{call} waits for a held stream, and no other thread is left to resume it")
-        daemons_only = all(t.daemon for t in helpers)
-        if waited_s > (self.daemon_patience_s if daemons_only else self.patience_s):
+        if waited_s > self.patience_s:
             raise SimDeadlock(f"{call} has waited {waited_s:.0f} s of real time for a held stream that nobody resumes")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 
 import pytest
 
@@ -363,12 +364,27 @@ def test_a_host_wait_blocks_the_thread_until_another_one_resumes(gpu: SimDevice,
     assert gpu.now_ns >= 1000 and gpu.stream_query(s)
 
 
-def test_two_threads_that_wait_for_the_same_held_stream_are_a_deadlock(gpu: SimDevice, words: Words) -> None:
+@pytest.mark.parametrize("daemon", [False, True], ids=["alone", "beside a daemon that does not help"])
+@pytest.mark.parametrize("first", ["main", "other"])
+def test_two_threads_that_wait_for_the_same_held_stream_are_a_deadlock(
+    gpu: SimDevice, words: Words, first: str, daemon: bool
+) -> None:
     s = words.stream()
     gpu.hold(s)
     errors: list[BaseException] = []
+    over = threading.Event()
+    if daemon:
+        threading.Thread(target=over.wait, daemon=True).start()
+
+    def waits() -> bool:
+        deadline = time.monotonic() + 10
+        while not WORLD.waiting and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return bool(WORLD.waiting)
 
     def body() -> None:
+        if first == "main":
+            waits()
         with gpu.scope():
             try:
                 gpu.stream_synchronize(s)
@@ -377,10 +393,14 @@ def test_two_threads_that_wait_for_the_same_held_stream_are_a_deadlock(gpu: SimD
 
     thread = threading.Thread(target=body)
     thread.start()
-    with pytest.raises(SimDeadlock):
-        gpu.stream_synchronize(s)
-    thread.join(10)
-    assert len(errors) == 1
+    try:
+        assert first == "main" or waits()
+        with pytest.raises(SimDeadlock):
+            gpu.stream_synchronize(s)
+        thread.join(10)
+        assert len(errors) == 1
+    finally:
+        over.set()
 
 
 def test_wait_any_jumps_to_the_first_completion(gpu: SimDevice, words: Words) -> None:
@@ -428,7 +448,7 @@ def test_a_host_wait_does_not_hope_for_daemon_threads_for_long(
     gpu.hold(s)
     idler = threading.Thread(target=stop.wait, daemon=True)
     idler.start()
-    with pytest.raises(SimDeadlock, match="nobody resumes"):
+    with pytest.raises(SimDeadlock, match="no other thread is left"):
         gpu.stream_synchronize(s)
     stop.set()
     idler.join()
