@@ -64,7 +64,9 @@ def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
 
 
 def test_an_interrupt_ends_the_command_in_one_line() -> None:
-    argv = [*COMMAND, "replay", str(OTHER), *[str(SAMPLE)] * 50, "--policy", "weir"]
+    # A shell that runs the tests in the background starts them with the signal ignored; this command listens.
+    listening = COMMAND[2].replace("import sys;", "import signal, sys; signal.signal(2, signal.default_int_handler);")
+    argv = [sys.executable, "-c", listening, "replay", str(OTHER), *[str(SAMPLE)] * 50, "--policy", "weir"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as command:
         assert command.stdout is not None
         command.stdout.read(1)  # the first table: everything is imported and under way
