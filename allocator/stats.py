@@ -75,6 +75,8 @@ class Stats:
     segments: int
     streams: int
     """Streams known in the context that have not ended."""
+    device_lost: int
+    """1 once a sticky error has ended the device's context: the figures stay, every allocation fails (R11)."""
     poisoned_streams: int
     orphaned_bytes: int
     """In flight behind streams that can no longer be marked (R9)."""

@@ -89,6 +89,7 @@ POOL: Final = (
     _gauge("blocks", "Blocks by state: live, retired (freed, in flight), idle.", "state"),
     _gauge("segments", "Pieces of memory held from the driver."),
     _gauge("streams", "Streams known on the device that have not ended."),
+    _gauge("device_lost", "1 once the device's context is lost: every allocation fails until the process restarts."),
     _gauge("poisoned_streams", "Streams whose progress can no longer be known after an error."),
     _gauge("orphaned_bytes", "Bytes in flight behind streams that nobody can mark any more."),
     _gauge("events", "Driver events by state: idle, in_use.", "state"),

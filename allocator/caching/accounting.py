@@ -23,6 +23,8 @@ from allocator.streams import Registry, Sealing, Timeline
 
 RELEASE_REASONS = ("trim", "limit", "out_of_memory", "quiet", "pressure", "close")
 RETRY_STEPS = ("internal_dependency", "move", "release", "host_wait", "callback", "collect")
+DRIVER_CALLS = {"joined": ("cuMemCreate", "cuMemUnmap"), "apart": ("cuMemAlloc", "cuMemFree")}
+"""The slow driver calls that are timed: with virtual memory, and with plain allocations."""
 MOST_STREAMS = 32
 """Streams named one by one in the per-stream figures."""
 
@@ -77,7 +79,10 @@ class Accounts:
         self.growth_bytes = 0
         self.releases: Counter[str] = Counter()
         self.release_bytes: Counter[str] = Counter()
-        self.driver_seconds: defaultdict[str, float] = defaultdict(float)
+        # A counter that first appears above 0 has no rate: the calls are there from the start.
+        self.driver_seconds: defaultdict[str, float] = defaultdict(
+            float, dict.fromkeys(DRIVER_CALLS["joined" if heap.joined else "apart"], 0.0)
+        )
         self.in_flight_times = Times()
         self.growth_times = Times()
         self.device_free = -1
@@ -179,6 +184,7 @@ class Accounts:
             blocks={"live": live, "retired": retired_blocks, "idle": idle_blocks},
             segments=len(self._heap.segments),
             streams=sum(not line.ended for line in lines),
+            device_lost=int(registry.lost is not None),
             poisoned_streams=sum(line.poisoned is not None for line in lines),
             orphaned_bytes=self._orphaned(registry),
             events={"idle": registry.events.idle, "in_use": registry.events.in_use},

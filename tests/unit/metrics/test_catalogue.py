@@ -17,7 +17,7 @@ PROMISED = """
     gauge      largest_free_block_bytes releasable_bytes stranded_bytes
     gauge      peak_allocated_bytes peak_reserved_bytes peak_in_flight_bytes limit_bytes
     gauge      device_free_bytes device_size_bytes external_fragmentation_ratio internal_fragmentation_ratio
-    gauge      blocks{state} segments streams poisoned_streams orphaned_bytes events{state} pending_frees
+    gauge      blocks{state} segments streams device_lost poisoned_streams orphaned_bytes events{state} pending_frees
     gauge      oldest_in_flight_seconds
     counter    allocations_total{reuse} allocation_bytes_total{reuse} frees_total{kind}
     counter    growths_total growth_bytes_total releases_total{reason} release_bytes_total{reason}
