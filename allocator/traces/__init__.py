@@ -2,11 +2,12 @@
 
 Rule: a trace is strange input.  What is read is checked, and a lie is a `TraceError` in one line.
 
-Next: reader.py (layouts), replay.py (what a replay is), report.py and plot.py (what it found).
+Next: reader.py (layouts), replay.py (what a replay is), report.py and plot.py (what it found), live.py (in real time).
 """
 
 from __future__ import annotations
 
+from allocator.traces.live import LiveReplay
 from allocator.traces.plot import PlotFile
 from allocator.traces.pools import POLICIES
 from allocator.traces.progress import Meter
@@ -17,6 +18,7 @@ from allocator.traces.row import Row, Trace, TraceError
 
 __all__ = [
     "POLICIES",
+    "LiveReplay",
     "Meter",
     "PlotFile",
     "Replay",

@@ -11,7 +11,7 @@ at once.
 
 Rule: the program's side is the same for every policy; only the pools differ.
 
-Next: pools.py (the policies), targets.py (simulated or real), report.py (the numbers for people).
+Next: pools.py (the policies), targets.py (simulated or real), report.py (the numbers for people), live.py (for ever).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from allocator.allocation import Allocation
 from allocator.config import Config
@@ -113,6 +114,133 @@ def describe(device: Device) -> str:
     return f"{device.name} ({device.label})"
 
 
+class Source(Protocol):
+    """Where a player's memory comes from: `Pools`, or one pool."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes held from the driver now."""
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes freed and not known to be finished now."""
+
+    def allocate(self, nbytes: int, number: int, stream: Stream) -> Allocation:
+        """Memory for stream `number`.  Raises OutOfMemoryError."""
+
+    def look(self, number: int) -> None:
+        """Something of stream `number` has been freed."""
+
+
+class Player:
+    """The program's side: issues rows on `source` and on `target`, and counts what came of them.
+
+    `target` may be changed between two rows; streams stay.
+    """
+
+    def __init__(
+        self, summary: Summary, device: Device, source: Source, speed: float = 1.0, series: Series | None = None
+    ) -> None:
+        self.target: Target
+        self.rows = self.skipped = self.allocations = self.oom = 0
+        self._summary = summary
+        self._device = device
+        self._source = source
+        self._speed = speed
+        self._series = series
+        self._streams = {
+            number: Stream(device, non_blocking=True, name=f"stream {number}") for number in summary.streams
+        }
+        self._launched: dict[int, Stream] = {}
+        self._live: dict[int, tuple[Allocation, int]] = {}  # recorded address -> block, its stream's number
+        self._live_bytes = 0
+
+    def play(self, trace: Trace, meter: Meter | None = None) -> None:
+        """Issue every row."""
+        target, total = self.target, self._summary.rows
+        for row in trace.rows():
+            op = row.op
+            if op == LAUNCH:
+                target.reach(row.time_ns)
+                self._launch(row)
+            elif op == ALLOC:
+                target.reach(row.time_ns)
+                self._allocate(row)
+            elif op == FREE:
+                target.reach(row.time_ns)
+                self._free(row)
+            self.rows += 1
+            if meter is not None and not self.rows % _STEP:
+                meter.rows(self.rows, total)
+
+    def _stream(self, number: int) -> Stream:
+        stream = self._streams.get(number)
+        if stream is None:
+            stream = self._streams[number] = Stream(self._device, non_blocking=True, name=f"stream {number}")
+        return stream
+
+    def _launch(self, row: Row) -> None:
+        stream = self._streams[row.stream]
+        self._launched.setdefault(row.stream, stream)
+        self.target.launch(stream, round(row.gpu_duration_ns / self._speed))
+
+    def _allocate(self, row: Row) -> None:
+        stream = self._streams[row.stream]
+        try:
+            allocation = self._source.allocate(row.nbytes, row.stream, stream)
+        except OutOfMemoryError:
+            self.oom += 1
+            self._sample()
+            return
+        self.allocations += 1
+        if not row.nbytes and (not row.pointer or row.pointer in self._live):
+            allocation.close()  # an empty block: its free will name no address of its own
+            return
+        self._live[row.pointer] = (allocation, row.stream)
+        if row.nbytes:
+            self.target.attach(stream, allocation)
+            self._live_bytes += allocation.size
+        self._sample()
+
+    def _free(self, row: Row) -> None:
+        allocation, number = self._live.pop(row.pointer, (None, 0))
+        if allocation is None:
+            if row.pointer:
+                self.skipped += 1
+            return
+        if row.line in self._summary.late:
+            for other, stream in self._launched.items():
+                if other != number:
+                    allocation.record_stream(stream)
+        self._close(allocation, number, self._stream(row.stream) if row.stream != number else None)
+        self._sample()
+
+    def _close(self, allocation: Allocation, number: int, named: Stream | None = None) -> None:
+        if allocation.size:
+            self.target.detach(allocation)
+            self._live_bytes -= allocation.size
+        allocation.close(named) if named is not None else allocation.close()
+        self._source.look(number)
+
+    def _sample(self) -> None:
+        if self._series is not None:
+            source = self._source
+            self._series.add(self.target.elapsed_ns(), (source.reserved, self._live_bytes, source.in_flight))
+
+    def end(self) -> None:
+        """The program is over: free what is left, and forget who has launched.  The streams stay."""
+        for allocation, number in self._live.values():
+            self._close(allocation, number)
+        self._live.clear()
+        self._launched.clear()
+
+    def close(self) -> None:
+        """Close the streams."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+
+
 class _Run:
     """One replay under way."""
 
@@ -126,20 +254,12 @@ class _Run:
         series: Series | None,
         target: Target | None,
     ) -> None:
-        self._summary = summary
-        self._speed = speed
         self.series = series
         self.broken: str | None = None
-        self._streams = {
-            number: Stream(device, non_blocking=True, name=f"stream {number}") for number in summary.streams
-        }
-        self._device = device
+        self._summary = summary
         self._pools = Pools(device, policy, config)
-        self._launched: dict[int, Stream] = {}
-        self._live: dict[int, tuple[Allocation, int]] = {}  # recorded address -> block, its stream's number
-        self._live_bytes = 0
-        self._skipped = self._allocations = self._oom = self._rows = 0
-        self._target = target or target_for(device)  # last: from here on its clock runs
+        self._player = Player(summary, device, self._pools, speed, series)
+        self._target = self._player.target = target or target_for(device)  # last: from here on its clock runs
 
     def session(self) -> AbstractContextManager[object]:
         """Around `play` and `finish`."""
@@ -147,104 +267,30 @@ class _Run:
 
     def play(self, trace: Trace, meter: Meter | None) -> None:
         """Issue every row."""
-        target, total = self._target, self._summary.rows
-        for row in trace.rows():
-            op = row.op
-            if op == LAUNCH:
-                target.reach(row.time_ns)
-                self._launch(row)
-            elif op == ALLOC:
-                target.reach(row.time_ns)
-                self._allocate(row)
-            elif op == FREE:
-                target.reach(row.time_ns)
-                self._free(row)
-            self._rows += 1
-            if meter is not None and not self._rows % _STEP:
-                meter.rows(self._rows, total)
-
-    def _stream(self, number: int) -> Stream:
-        stream = self._streams.get(number)
-        if stream is None:
-            stream = self._streams[number] = Stream(self._device, non_blocking=True, name=f"stream {number}")
-        return stream
-
-    def _launch(self, row: Row) -> None:
-        stream = self._streams[row.stream]
-        self._launched.setdefault(row.stream, stream)
-        self._target.launch(stream, round(row.gpu_duration_ns / self._speed))
-
-    def _allocate(self, row: Row) -> None:
-        stream = self._streams[row.stream]
-        try:
-            allocation = self._pools.allocate(row.nbytes, row.stream, stream)
-        except OutOfMemoryError:
-            self._oom += 1
-            self._sample()
-            return
-        self._allocations += 1
-        if not row.nbytes and (not row.pointer or row.pointer in self._live):
-            allocation.close()  # an empty block: its free will name no address of its own
-            return
-        self._live[row.pointer] = (allocation, row.stream)
-        if row.nbytes:
-            self._target.attach(stream, allocation)
-            self._live_bytes += allocation.size
-        self._sample()
-
-    def _free(self, row: Row) -> None:
-        allocation, number = self._live.pop(row.pointer, (None, 0))
-        if allocation is None:
-            if row.pointer:
-                self._skipped += 1
-            return
-        if row.line in self._summary.late:
-            for other, stream in self._launched.items():
-                if other != number:
-                    allocation.record_stream(stream)
-        self._close(allocation, number, self._stream(row.stream) if row.stream != number else None)
-        self._sample()
-
-    def _close(self, allocation: Allocation, number: int, named: Stream | None = None) -> None:
-        if allocation.size:
-            self._target.detach(allocation)
-            self._live_bytes -= allocation.size
-        allocation.close(named) if named is not None else allocation.close()
-        self._pools.look(number)
-
-    def _sample(self) -> None:
-        if self.series is not None:
-            pools = self._pools
-            self.series.add(self._target.elapsed_ns(), (pools.reserved, self._live_bytes, pools.in_flight))
+        self._player.play(trace, meter)
 
     def finish(self, result: Result) -> Result:
         """Free what is left, wait for everything, close the pools, and fill in the numbers."""
-        target, pools, summary = self._target, self._pools, self._summary
+        target, pools, player = self._target, self._pools, self._player
         result.virtual_seconds = target.drain() / 1e9
         stalled = target.stalled_ns()
         result.driver_calls = dict(sorted(target.calls().items()))
-        for (
-            key,
-            value,
-        ) in pools.totals().items():  # before the blocks left over are freed: that is not the program's doing
+        # Before the blocks left over are freed: that is not the program's doing.
+        for key, value in pools.totals().items():
             setattr(result, key, value)
-        for allocation, number in self._live.values():
-            self._close(allocation, number)
-        self._live.clear()
-        result.rows = self._rows
-        result.skipped = self._skipped
-        result.allocations = self._allocations
-        result.oom = self._oom
-        result.peak_live_bytes = summary.peak_live_bytes
+        player.end()
+        result.rows = player.rows
+        result.skipped = player.skipped
+        result.allocations = player.allocations
+        result.oom = player.oom
+        result.peak_live_bytes = self._summary.peak_live_bytes
         try:
             pools.check()
         except AssertionError as error:
             self.broken = str(error) or "a pool contradicts itself"
         target.drain()
         pools.close()
-        for stream in self._streams.values():
-            stream.close()
-        self._streams.clear()
+        player.close()
         result.stalled_seconds = None if stalled is None else stalled / 1e9
         result.races = target.races()
         result.leaked_bytes = target.leaked_bytes()
