@@ -7,6 +7,14 @@ Imported as `allocator.metrics` (docs/decisions/0001-import-names.md).  Next: re
 from __future__ import annotations
 
 from allocator.metrics.collector import AllocatorCollector, MultiprocessModeError
+from allocator.metrics.dashboards import grafana_dashboard, prometheus_rules
 from allocator.metrics.registration import register, unregister
 
-__all__ = ["AllocatorCollector", "MultiprocessModeError", "register", "unregister"]
+__all__ = [
+    "AllocatorCollector",
+    "MultiprocessModeError",
+    "grafana_dashboard",
+    "prometheus_rules",
+    "register",
+    "unregister",
+]

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Final, NoReturn
 
-from allocator.cli import replay
+from allocator.cli import dashboard, replay
 from allocator.cli.status import USAGE
 from allocator.errors import AllocatorError
 
-_COMMANDS: Final = (replay,)
+_COMMANDS: Final = (replay, dashboard)
 
 
 class _Parser(argparse.ArgumentParser):

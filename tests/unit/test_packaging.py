@@ -118,6 +118,7 @@ def test_a_wheel_holds_one_top_level_package_with_metrics_and_stress_inside(sour
     assert modules == expected_modules()
     assert "allocator/py.typed" in names
     assert "allocator/traces/samples/serve-8-streams.csv.gz" in names
+    assert {"allocator/metrics/dashboards/grafana.json", "allocator/metrics/dashboards/rules.yml"} <= names
     assert any(name.endswith("LICENSE") for name in names)
 
 
