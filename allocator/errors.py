@@ -35,6 +35,44 @@ class OutOfMemoryError(AllocatorError, MemoryError):
         self.stats: dict[str, int] = dict(stats or {})
 
 
+class CorruptionError(AllocatorError):
+    """Checked mode (`Config(canary=True)`) found memory that was written after it had been freed.
+
+    pool: its name.  ptr, nbytes: from the first to the last byte that is wrong.  damaged: how many of them are.
+    found: the first of these bytes.  owner, users: the streams that had the memory last, in words; "" and () if
+    nobody had it.  requested, generation: of that allocation, 0 likewise.  candidates: the streams that may have
+    written, in words.  writer: the only candidate, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        pool: str = "",
+        ptr: int = 0,
+        nbytes: int = 0,
+        damaged: int = 0,
+        found: bytes = b"",
+        owner: str = "",
+        users: tuple[str, ...] = (),
+        requested: int = 0,
+        generation: int = 0,
+        candidates: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.pool = pool
+        self.ptr = ptr
+        self.nbytes = nbytes
+        self.damaged = damaged
+        self.found = found
+        self.owner = owner
+        self.users = users
+        self.requested = requested
+        self.generation = generation
+        self.candidates = candidates
+        self.writer = candidates[0] if len(candidates) == 1 else None
+
+
 class PoolClosed(AllocatorError):
     """An allocation was asked of a pool that has been closed, or whose device is lost."""
 
