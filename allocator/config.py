@@ -83,6 +83,10 @@ class Config:
     """Allow `cuCtxRecordEvent`, one event for all streams.  It kills every graph capture of the context, so
     only for programs in which nothing captures that this package does not know of (R6)."""
 
+    canary: bool = False
+    """Checked mode: memory that nobody has is filled with a pattern and verified before it serves again, so that a
+    write after the free is found.  Slower, and reuses memory only once all its work is over: docs/checked-mode.md."""
+
     move_pages: bool = True
     """Step 7 of the ladder: idle pages may be moved together.  This version never moves a page."""
 
