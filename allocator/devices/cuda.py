@@ -369,6 +369,12 @@ class CudaDevice:
     def mem_free(self, ptr: int) -> None:
         self._do("cuMemFree", ptr)
 
+    def mem_set_async(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
+        self._do("cuMemsetD8Async", ptr, value, nbytes, stream)
+
+    def mem_copy_to_host_async(self, host: int, ptr: int, nbytes: int, stream: int) -> None:
+        self._do("cuMemcpyDtoHAsync", host, ptr, nbytes, stream)
+
     # -- for _scope.py ------------------------------------------------------------------------
 
     def context_is_current(self) -> bool:

@@ -198,3 +198,12 @@ class Device(Protocol):
 
     def mem_free(self, ptr: int) -> None:
         """`cuMemFree`.  Waits for the whole device."""
+
+    def mem_set_async(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
+        """`cuMemsetD8Async`: queue on `stream` that every byte becomes `value`, 0 to 255."""
+
+    def mem_copy_to_host_async(self, host: int, ptr: int, nbytes: int, stream: int) -> None:
+        """`cuMemcpyDtoHAsync` to pageable memory at the address `host`, which is there until the stream was waited for.
+
+        It is behind the stream's work, and of no other order: the plain `cuMemcpyDtoH` is work of the legacy stream.
+        """

@@ -8,6 +8,7 @@ Next: device.py (what a program does with the device).  Rules: docs/ordering.md.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Final
@@ -15,7 +16,7 @@ from typing import Final
 from allocator.devices.device import LEGACY, PER_THREAD, Capture
 from allocator.devices.sim import capture
 from allocator.devices.sim.context import INVALID_HANDLE, INVALID_VALUE, Context
-from allocator.devices.sim.oracle import HandOut, Mark
+from allocator.devices.sim.oracle import HandOut, Mark, Use
 from allocator.devices.sim.scope import Scope
 from allocator.devices.sim.streams import Node, SimEvent, SimStream, new_id
 from allocator.devices.sim.world import WORLD
@@ -41,6 +42,8 @@ class DriverCalls(Context):
         """Tell the oracle who owns these bytes from now on."""
         with WORLD.lock:
             self.oracle.hand_out(ptr, nbytes, owner)
+            if self.contents:
+                self.contents.forget(ptr, nbytes)
 
     def scope(self) -> Scope:
         """Make the context current and the thread RELAXED."""
@@ -354,6 +357,7 @@ class DriverCalls(Context):
             if unproven:
                 self.violations.append(f"{call}: {unproven} finished, but the host had not been told so")
             self.oracle.forget(ptr, nbytes)
+            self.contents.forget(ptr, nbytes)
 
     def mem_alloc(self, nbytes: int) -> int:
         """Plain memory, accessible at once."""
@@ -378,3 +382,35 @@ class DriverCalls(Context):
             self.oracle.host_learns(mark)
             self.of_memory(call, self.memory.free_plain, ptr)
             self.oracle.forget(ptr, nbytes)
+            self.contents.forget(ptr, nbytes)
+
+    def mem_set_async(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
+        """Takes no time.  To the oracle it is a write by the pool itself, and no hand-out's."""
+        call = "cuMemsetD8Async"
+        self.before(call)
+        with WORLD.lock:
+            self.enter(call)
+            earlier = self.oracle.writes(ptr, nbytes)
+            self.contents.fill(ptr, nbytes, value, self._own_access(call, ptr, nbytes, stream, write=True), earlier)
+
+    def mem_copy_to_host_async(self, host: int, ptr: int, nbytes: int, stream: int) -> None:
+        """As to pageable memory: returns when the bytes are there.  That proves nothing; waiting for the stream does."""
+        call = "cuMemcpyDtoHAsync"
+        self.before(call)
+        with WORLD.lock:
+            self.enter(call)
+            self.kill(call, capture.UNSUPPORTED, capture.forbids())
+            node = self._own_access(call, ptr, nbytes, stream, write=False)
+            self.wait_on_host(call, [node])
+            ctypes.memmove(host, bytes(self.contents.read(ptr, nbytes, self.clock.now)), nbytes)
+
+    def _own_access(self, call: str, ptr: int, nbytes: int, stream: int, *, write: bool) -> Node:
+        """Queue work of the pool's own on these bytes."""
+        found = self.stream_of(call, stream)
+        self.judge_stream(call, found)
+        if nbytes <= 0 or not self.memory.accessible(ptr, nbytes):
+            raise self.refused(call, INVALID_VALUE, f"{nbytes} bytes at {ptr:#x} are not mapped, or no access was set")
+        node = self._queues.work(found, self.clock.now, 0)
+        self.oracle.launch(found.line, (), node)
+        self.oracle.touch(Use(found.line, write, self.oracle.pools), ptr, nbytes)
+        return node

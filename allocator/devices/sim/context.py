@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 
 from allocator.devices.device import LEGACY, PER_THREAD
 from allocator.devices.sim import capture, memory
+from allocator.devices.sim.contents import Contents
 from allocator.devices.sim.faults import Faults
 from allocator.devices.sim.oracle import Oracle
 from allocator.devices.sim.streams import Meter, Node, Queues, SimEvent, SimStream, latest, new_id
@@ -54,6 +55,7 @@ class Context:
         legacy_id = new_id()
         self.oracle = Oracle(legacy_id)
         self.memory = memory.Memory(total, WORLD.add_device(self), touching=touching)
+        self.contents = Contents()
         self._pid = os.getpid()
         self._faults = Faults()
         self._broken: tuple[str, str] | None = None

@@ -159,6 +159,8 @@ class SimDevice(DriverCalls):
         self.oracle.launch(line, (), node)
         for owner, ptr, nbytes, write, hand_out in items:
             owner.oracle.touch(Use(line, write, hand_out), ptr, nbytes)
+            if write and owner.contents:
+                owner.contents.write(ptr, nbytes, node)
 
     def _item(self, call: str, ptr: int, nbytes: int, write: bool, item: object) -> Item:
         """One access, with the device whose memory it is and the hand-out it belongs to."""

@@ -203,6 +203,8 @@ class Oracle:
         self._cells: SortedDict[int, Cell] = SortedDict()
         self._by_owner: dict[int, HandOut] = {}
         self._numbers = itertools.count(1)
+        self.pools = HandOut(0, "the pool itself", self._by_owner)
+        """Whose the accesses are that a pool makes to memory nobody has: never current anywhere."""
         self._prune_at = 256
 
     # -- order --------------------------------------------------------------------------------
@@ -387,6 +389,15 @@ class Oracle:
                 if not use.known():
                     found[use] = None
         return list(found)
+
+    def writes(self, ptr: int, nbytes: int) -> list[tuple[int, int, Any]]:
+        """(start, end, token) of the writes to [ptr, ptr + nbytes) that the host does not know to be over."""
+        return [
+            (cell.start, cell.end, use.token)
+            for cell in self._overlapping(ptr, ptr + nbytes)
+            for use in (*cell.uses, *cell.shadowed)
+            if use.write and not use.known()
+        ]
 
     def forget(self, ptr: int, nbytes: int) -> None:
         """The bytes have gone back to the driver."""
