@@ -15,6 +15,7 @@ from allocator.config import Config
 from allocator.devices import SimDevice
 from allocator.errors import (
     AllocatorError,
+    CorruptionError,
     DriverError,
     ForkError,
     OutOfMemoryError,
@@ -38,6 +39,7 @@ __all__ = [
     "AllocatorError",
     "CachingAllocator",
     "Config",
+    "CorruptionError",
     "CudaDevice",
     "DriverError",
     "Event",
