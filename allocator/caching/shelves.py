@@ -65,23 +65,10 @@ class Shelves:
     def place(self, block: Block) -> None:
         """Put a free block where it belongs by its stamp, and merge it with its neighbours as R7 allows."""
         registry = self._registry
-        if registry.done(block.stamp):
-            block.state = IDLE
-            if block.since:
-                self.aged.append(registry.device.clock_ns() - block.since)
-                block.since = 0
-            shelf = self.idle[block.kind]
-            other = block.prev
-            if other is not None and other.shelf is shelf:
-                shelf.remove(other)
-                block = self._heap.merge(other, block)
-            other = block.next
-            if other is not None and other.shelf is shelf:
-                shelf.remove(other)
-                block = self._heap.merge(block, other)
-            shelf.add(block)
+        # Asked twice: another thread may learn in between that the work is over.
+        if registry.done(block.stamp) or not (left := registry.unfinished(block.stamp)):
+            self.put_idle(block)
             return
-        left = registry.unfinished(block.stamp)
         block.state = RETIRED
         if not block.since:
             block.since = registry.device.clock_ns()
@@ -97,6 +84,23 @@ class Shelves:
             block = self._heap.merge(block, other)
         shelf.add(block)
         self._note(block, left)
+
+    def put_idle(self, block: Block) -> None:
+        """All its work is over: any stream may have it."""
+        block.state = IDLE
+        if block.since:
+            self.aged.append(self._registry.device.clock_ns() - block.since)
+            block.since = 0
+        shelf = self.idle[block.kind]
+        other = block.prev
+        if other is not None and other.shelf is shelf:
+            shelf.remove(other)
+            block = self._heap.merge(other, block)
+        other = block.next
+        if other is not None and other.shelf is shelf:
+            shelf.remove(other)
+            block = self._heap.merge(block, other)
+        shelf.add(block)
 
     def _shelf_for(self, block: Block, left: VectorClock) -> BestFit:
         """`own` if one stream may take it at once: the only unfinished user, or an owner with assumed ones (R3)."""
@@ -441,7 +445,7 @@ class Shelves:
             for block, gen in notes
             if block.generation == gen
         }
-        for block in self.retired():
+        for block in Shelves.retired(self):
             assert id(block) in watched, ("not watched", block)
         for assumed, bins in enumerate(self.bins):
             for by, sizes in bins.items():
