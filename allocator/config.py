@@ -79,9 +79,11 @@ class Config:
     detect_captures: bool = False
     """Ask the driver at every allocation whether the stream is capturing (about 0.6 us each)."""
 
-    context_events: bool = False
-    """Allow `cuCtxRecordEvent`, one event for all streams.  It kills every graph capture of the context, so
-    only for programs in which nothing captures that this package does not know of (R6)."""
+    context_events: bool | None = None
+    """Whether `cuCtxRecordEvent`, one event for all streams, may be used.  It kills every graph capture of the context
+    (R6).  None: where every library in the process that can capture reports its captures to this package, as CuPy
+    does after `allocator.cupy.install()` while no other such library is loaded.  True: always, for programs in which
+    nothing captures.  False: never."""
 
     canary: bool = False
     """Checked mode: memory that nobody has is filled with a pattern and verified before it serves again, so that a
@@ -169,7 +171,9 @@ def _parse(name: str, kind: str, text: str, device_memory: int | None) -> object
     text = text.strip()
     if name in _SIZES:
         return parse_size(text, whole=device_memory)
-    if kind == "bool":
+    if kind == "bool | None" and text.lower() == "none":
+        return None
+    if kind.startswith("bool"):
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
         raise ValueError("write 1 or 0")

@@ -95,7 +95,7 @@ class Accounts:
     def mark(self) -> None:
         """Reserved or idle bytes are about to change, or have just changed: bring the peaks up to date."""
         reserved = self._heap.reserved
-        in_flight = reserved - self._shelves.idle_bytes() - self.low
+        in_flight = reserved - self._shelves.idle_bytes() - self._shelves.private_bytes() - self.low
         if in_flight > self.peak_in_flight:
             self.peak_in_flight = in_flight
         if reserved > self.peak_reserved:
@@ -115,7 +115,8 @@ class Accounts:
 
     def in_flight(self) -> int:
         """Bytes freed and not known to be finished."""
-        return self._heap.reserved - self.allocated - self._shelves.idle_bytes()
+        shelves = self._shelves
+        return self._heap.reserved - self.allocated - shelves.idle_bytes() - shelves.private_bytes()
 
     def reset_peaks(self) -> None:
         """Peaks start again from the present values."""
@@ -147,6 +148,7 @@ class Accounts:
         self._shelves.aged.clear()
         idle_shelves = self._shelves.idle
         idle = self._shelves.idle_bytes() + unreleased
+        private = self._shelves.private_bytes()
         reserved = self._heap.reserved + unreleased
         largest = max(shelf.largest() for shelf in idle_shelves)
         releasable = self._releasable(idle_shelves, device.granularity) + unreleased
@@ -167,9 +169,9 @@ class Accounts:
             allocated_bytes=self.allocated,
             requested_bytes=self.requested,
             reserved_bytes=reserved,
-            in_flight_bytes=reserved - self.allocated - idle,
+            in_flight_bytes=reserved - self.allocated - idle - private,
             idle_bytes=idle,
-            private_bytes=0,
+            private_bytes=private,
             largest_free_block_bytes=largest,
             releasable_bytes=releasable,
             stranded_bytes=idle - releasable,

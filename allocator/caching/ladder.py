@@ -147,7 +147,7 @@ class Ladder:
     def _grow(self, request: Request, step: str | None = None) -> Block | None:
         config = self._config
         if step is None:
-            if config.max_in_flight and self._accounts.in_flight() > config.max_in_flight:
+            if config.max_in_flight and self._waitable() > config.max_in_flight:
                 block = self._wait_below_bound(request)
                 if block is not None:
                     return block
@@ -176,6 +176,11 @@ class Ladder:
             self._accounts.mark()
         return block
 
+    def _waitable(self) -> int:
+        """Bytes in flight that a wait could free; what is parked is not counted (R13)."""
+        with self._lock:
+            return self._accounts.in_flight() - self._shelves.parked_bytes()
+
     def _wait_below_bound(self, request: Request) -> Block | None:
         """Above `max_in_flight`: poll and wait for anything that would serve, bounded, then let it grow (R13)."""
         self._settling.seal((request.line, request.given))
@@ -185,8 +190,8 @@ class Ladder:
 
     def _depend(self, request: Request) -> Block | None:
         """Growing is impossible: let the stream wait on the device for work of others, and take their memory."""
-        if "internal_dependency" not in self._config.reuse:
-            return None
+        if "internal_dependency" not in self._config.reuse or request.line.kind is Kind.GRAPH:
+            return None  # a capture can wait for nothing that was recorded outside it (R10)
         for may_seal, legacy in ((False, False), (True, False), (True, True)):
             block = self._depend_on(request, may_seal=may_seal, legacy=legacy)
             if block is not None:
@@ -345,7 +350,7 @@ class Ladder:
                 block = self._again(request, step)
             if block is not None or not over:
                 return block
-            if bound and self._accounts.in_flight() <= bound:
+            if bound and self._waitable() <= bound:
                 return None
 
     def _again(self, request: Request, step: str) -> Block | None:

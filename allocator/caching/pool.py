@@ -22,6 +22,7 @@ from typing import Any
 from allocator.allocation import Allocation
 from allocator.blocks import Block, Heap
 from allocator.caching.accounting import Accounts
+from allocator.caching.capturing import Capturing
 from allocator.caching.frees import ANYONE, Anyone, Frees
 from allocator.caching.growth import Growth
 from allocator.caching.ladder import Ladder, Request
@@ -34,7 +35,17 @@ from allocator.devices import CudaDevice, Device
 from allocator.errors import AllocatorError, OutOfMemoryError, PoolClosed, StreamCapturing
 from allocator.sizes import check_request, format_size, round_up
 from allocator.stats import Stats
-from allocator.streams import Kind, Registry, Sealing, Stream, Timeline, current_stream, destroy_orphans, target
+from allocator.streams import (
+    Capture,
+    Kind,
+    Registry,
+    Sealing,
+    Stream,
+    Timeline,
+    current_stream,
+    destroy_orphans,
+    target,
+)
 from allocator.sync import make_lock
 
 _log = logging.getLogger("allocator")
@@ -111,7 +122,9 @@ class CachingAllocator:
         bins = self._shelves.bins
         self._bins = bins if self._uses is None else (bins[self._uses], bins[self._uses])
         """What a hit may come from, for declared and for assumed uses."""
-        self._announce = self.device.hand_out if self.device.watches else None
+        self.announce = self.device.hand_out if self.device.watches else None
+        """What a device that watches is told of each hand-out."""
+        self._capturing = Capturing(self._registry, self._heap, self._shelves, self._frees, self._accounts, self._lock)
         self._closed = False
         self._careful = self.config.detect_captures
         """Something must be looked at before an allocation: closed, forked, over the limit, captures."""
@@ -130,8 +143,24 @@ class CachingAllocator:
         StreamCapturing, ForkError, DriverError; ValueError and TypeError for wrong arguments.
         """
         line = stream.fast if type(stream) is Stream else None
-        if line is None or type(nbytes) is not int or nbytes <= 0 or self._careful:
+        if line is None or type(nbytes) is not int or nbytes <= 0:
             return self._allocate_slowly(nbytes, stream, assumed)
+        block = self.acquire(nbytes, line, assumed)
+        if block is None:
+            return self._allocate_slowly(nbytes, stream, assumed)
+        allocation = Allocation(self, block, nbytes, stream)
+        if self.announce is not None:
+            self.announce(block.ptr, block.size, allocation)
+        return allocation
+
+    def acquire(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
+        """The hot path: a block of exactly the size asked for (> 0) that the stream freed before.
+
+        None: there is none, or something has to be looked at first; then `obtain` serves.  No driver call, but for
+        the marks that are due (R13).  For integrations, which know the stream's timeline already.
+        """
+        if self._careful:
+            return None
         size = (nbytes + 511) & -512
         block: Block | None = None
         with self._lock:
@@ -150,27 +179,17 @@ class CachingAllocator:
                         accounts.high = allocated
         if due:  # before a block is taken: whatever fails here loses none
             self._settling.seal()
-        if block is None:
-            return self._allocate_slowly(nbytes, stream, assumed)
-        allocation = Allocation(self, block, nbytes, stream)
-        if self._announce is not None:
-            self._announce(block.ptr, size, allocation)
-        return allocation
+        return block
 
-    def _allocate_slowly(self, nbytes: int, stream: object, assumed: bool) -> Allocation:
-        """Everything but a hit for one of our own streams: check the arguments, find the stream, climb the ladder."""
-        given: int | None = None
-        if type(stream) is Stream and stream.fast is not None and stream.registry is self._registry:
-            face, line = stream, stream.fast
-            if self._closed:
-                self._check_open()
-        else:
-            face, line, given = self._resolve(stream)
-        nbytes = check_request(nbytes)
-        if nbytes == 0:
-            return Allocation(_NOWHERE, _EMPTY, 0, face)
+    def obtain(self, nbytes: int, line: Timeline, given: int | None, assumed: bool) -> Block:
+        """Everything but a hit: look at what has to be looked at, and climb the ladder.  LIVE, and accounted for.
+
+        given: a handle of the stream that is alive for the length of the call.  Raises what `allocate` raises.
+        """
         if self._careful:
-            self._look_out(line, given)
+            inside = self._look_out(line, given)
+            if inside is not line:
+                line, given = inside, None
         size = round_up(nbytes)
         if self._uses is not None:
             assumed = self._uses
@@ -186,14 +205,31 @@ class CachingAllocator:
                 self._accounts.hand_out(block, nbytes, "same_stream")
         if block is None:
             block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
-        allocation = Allocation(self, block, nbytes, face)
-        if face.fast is None:
-            allocation.kept = line.owner  # a foreign object: while this lives, the stream has not ended (R9)
+        if self._registry.captures.active:
+            self._capturing.hand_out(block)
         self._frees.dropped.clear()  # outside every lock: foreign destructors may run here
         if self._closed:
             self._stay_listed()  # closed by another thread in the meantime
-        if self._announce is not None:
-            self._announce(block.ptr, size, allocation)
+        return block
+
+    def _allocate_slowly(self, nbytes: int, stream: object, assumed: bool) -> Allocation:
+        """Everything but a hit for one of our own streams: check the arguments, find the stream, climb the ladder."""
+        given: int | None = None
+        if type(stream) is Stream and stream.fast is not None and stream.registry is self._registry:
+            face, line = stream, stream.fast
+            if self._closed:
+                self._check_open()
+        else:
+            face, line, given = self._resolve(stream)
+        nbytes = check_request(nbytes)
+        if nbytes == 0:
+            return Allocation(_NOWHERE, _EMPTY, 0, face)
+        block = self.obtain(nbytes, line, given, assumed)
+        allocation = Allocation(self, block, nbytes, face)
+        if face.fast is None:
+            allocation.kept = line.owner  # a foreign object: while this lives, the stream has not ended (R9)
+        if self.announce is not None:
+            self.announce(block.ptr, block.size, allocation)
         return allocation
 
     def _resolve(self, stream: object) -> tuple[Stream, Timeline, int | None]:
@@ -265,10 +301,12 @@ class CachingAllocator:
             raise PoolClosed(f"pool {self.name!r} has been closed; make a new CachingAllocator")
         self._registry.check_usable()
 
-    def _look_out(self, line: Timeline, given: int | None) -> None:
-        """What is looked at before an allocation only where there is reason to."""
+    def _look_out(self, line: Timeline, given: int | None) -> Timeline:
+        """What is looked at before an allocation only where there is reason to; returns whose memory it will be."""
         self._check_open()
-        if self.config.detect_captures:
+        captures = self._registry.captures
+        inside = captures.inside(line) if captures.active else line
+        if self.config.detect_captures and inside is line:
             with self._registry.borrow(line, given) as handle, self.device.scope():
                 if handle is not None and line.kind is not Kind.LEGACY and self._registry.capturing(handle):
                     raise StreamCapturing(
@@ -282,9 +320,11 @@ class CachingAllocator:
                 self._closed
                 or self._registry.lost is not None
                 or self._registry.forked
+                or captures.active
                 or (self._growth.limit and self._growth.held > self._growth.limit)
             ):
                 self._careful = True  # another thread has just set it
+        return inside
 
     # -- the other calls of an allocation --------------------------------------------------------
 
@@ -363,6 +403,15 @@ class CachingAllocator:
         """Stamp the frees queued so far.  No driver call."""
         with self._lock:
             self._frees.drain()
+
+    def capture_begins(self, capture: Capture) -> None:
+        """A hook reports a capture: it may use whatever is live (R10)."""
+        self._careful = True  # before the bins are emptied: later hits must see it
+        self._capturing.begins(capture)
+
+    def capture_ends(self, capture: Capture) -> None:
+        """A hook reports that the capture has ended (R10)."""
+        self._capturing.ends(capture)
 
     # -- reading --------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class Settling:
         self._frees = frees
         self._accounts = accounts
         self._lock = lock
-        self._context_events = config.context_events and device.supports_context_events
+        self._context_events = config.context_events
 
     def waiting(self) -> Waiting:
         """What free memory waits for now, the frees queued so far included."""
@@ -97,12 +97,19 @@ class Settling:
                 sealing.query(registry.legacy)
         return registry.version != before
 
+    def _may_mark_context(self) -> bool:
+        """May a context event be used at all?  By default where every library that can capture is hooked (R6)."""
+        if self._context_events is False or not self._device.supports_context_events:
+            return False
+        captures = self._registry.captures
+        return not captures.active and (self._context_events is True or captures.all_known())
+
     def _by_context(self, waiting: Waiting) -> bool:
         """May and should one context event speak for streams that nobody can ask or record on (R6, R9)?
 
         Such a stream, seen once by a bare handle, would otherwise gate all memory with assumed uses for ever.
         """
-        if not self._context_events:
+        if not self._may_mark_context():
             return False
         lines = waiting.lines if waiting.assumed else waiting.unsealed
         return any(not self._registry.reachable(line) for line in lines)
@@ -120,7 +127,7 @@ class Settling:
             self._frees.sealed()
             waiting = self._waiting()
             shelves.stamped.clear()
-        if (self._context_events and waiting.assumed) or self._by_context(waiting):
+        if (waiting.assumed and self._may_mark_context()) or self._by_context(waiting):
             sealing.close_context(context_event=True)
             self.poll(waiting.lines)
             return

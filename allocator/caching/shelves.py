@@ -26,7 +26,7 @@ from allocator.blocks import IDLE, KINDS, LIVE, MANY, NOBODY, RETIRED, SMALL, Be
 from allocator.config import REUSE_KINDS, Config
 from allocator.events import EMPTY, VectorClock
 from allocator.sizes import QUANTUM
-from allocator.streams import CONTEXT, Registry, Timeline
+from allocator.streams import CONTEXT, Kind, Registry, Timeline
 
 SCAN = 32
 """Blocks looked at, best fit first, where some of them may turn out not to be takeable."""
@@ -231,14 +231,18 @@ class Shelves:
         numbers = self._watch.keys() | self.stamped
         for bins in self.bins:
             numbers.update(owner.number for owner, sizes in bins.items() if any(sizes.values()))
-        return [line for line in map(lines.get, numbers) if line is not None]
+        return [line for line in map(lines.get, numbers) if line is not None and line.kind is not Kind.GRAPH]
 
     @property
     def context_waits(self) -> bool:
-        """Do free blocks wait for users that are only assumed?"""
+        """Do free blocks wait for users that are only assumed, or for the last replays of graphs that have gone?"""
         if CONTEXT in self._watch or CONTEXT in self.stamped:
             return True
-        return any(any(sizes.values()) for sizes in self.bins[1].values())
+        captures = self._registry.captures
+        if any(line.number in self._watch for line, _ in captures.dying):
+            return True
+        graphs = captures.numbers
+        return any(any(sizes.values()) for owner, sizes in self.bins[1].items() if owner.number not in graphs)
 
     def unsealed(self, line: Timeline) -> bool:
         """Has memory been freed on the stream that no event of ours is behind?  An upper bound.  O(seqnos watched)."""
@@ -416,6 +420,28 @@ class Shelves:
         return run
 
     # -- numbers --------------------------------------------------------------------------------
+
+    def private_bytes(self) -> int:
+        """Bytes that only a capture under way, or its graph, may use: freed within it (R10).  No lock."""
+        graphs = self._registry.captures.numbers
+        if not graphs:
+            return 0
+        total = 0
+        for own in self.own:
+            total += sum(shelf.nbytes for number, shelf in list(own.items()) if number in graphs)
+        for bins in self.bins:
+            for owner, sizes in list(bins.items()):
+                if owner.number in graphs:
+                    total += sum(len(bin_) * size for size, bin_ in list(sizes.items()))
+        return total
+
+    def parked_bytes(self) -> int:
+        """Bytes in flight that no wait can free: a graph that lives may still use them (R10).  O(retired) if any."""
+        captures = self._registry.captures
+        graphs = captures.numbers - {line.number for line, _ in captures.dying}
+        if not graphs:
+            return 0
+        return sum(b.size for shelf in self.shared for b in shelf if not graphs.isdisjoint(b.stamp.at))
 
     def idle_bytes(self) -> int:
         """Bytes known to be safe for everyone, bins apart."""

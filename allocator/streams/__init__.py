@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from allocator.streams.captures import Capture, GraphToken
 from allocator.streams.context import CONTEXT, ContextSeal
 from allocator.streams.event import Event, destroy_orphans
 from allocator.streams.registry import Registry
@@ -11,8 +12,10 @@ from allocator.streams.timeline import Kind, Sealed, Timeline
 
 __all__ = [
     "CONTEXT",
+    "Capture",
     "ContextSeal",
     "Event",
+    "GraphToken",
     "Kind",
     "Registry",
     "Sealed",

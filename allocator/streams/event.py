@@ -76,7 +76,7 @@ class Event:
             self._recording += 1
         record = _NOTHING
         try:
-            with registry.borrow(line, given) as handle:
+            with registry.borrow(line, given, by_program=True) as handle:
                 if handle is None:
                     raise StreamClosed(f"{line!r} has no handle any more, or belongs to another thread")
                 with device.scope():
@@ -102,7 +102,7 @@ class Event:
         registry.check_usable()
         line, given = target(device, stream)
         before = self._record
-        with registry.borrow(line, given) as handle:
+        with registry.borrow(line, given, by_program=True) as handle:
             if handle is None:
                 raise StreamClosed(f"{line!r} has no handle any more, or belongs to another thread")
             with device.scope():

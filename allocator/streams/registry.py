@@ -22,6 +22,8 @@ from typing import Any, ClassVar, Protocol
 from allocator.devices import LEGACY, PER_THREAD, Capture, Device
 from allocator.errors import DriverError, ForkError, StreamCapturing, StreamClosed
 from allocator.events import EMPTY, EventPool, VectorClock
+from allocator.streams.captures import Capture as GraphCapture
+from allocator.streams.captures import Captures
 from allocator.streams.context import CONTEXT, ContextTimeline, satisfied
 from allocator.streams.identity import OwnedHandle, handle_of, is_special, owns_handle
 from allocator.streams.timeline import Kind, Sealed, Timeline
@@ -35,6 +37,12 @@ class Drains(Protocol):
 
     def drain_frees(self) -> None:
         """Stamp what is queued."""
+
+    def capture_begins(self, capture: GraphCapture) -> None:
+        """Whatever is live may be used by the capture."""
+
+    def capture_ends(self, capture: GraphCapture) -> None:
+        """Likewise; and what was allocated within it may be used by its streams from now on."""
 
 
 class Registry:
@@ -72,6 +80,8 @@ class Registry:
         """Timelines whose user-facing stream or thread is gone; filled by finalisers, lock-free."""
         self.unended: deque[Timeline] = deque()
         """Timelines that have ended, whose streams could not be sealed yet."""
+        self.captures = Captures(self)
+        """Captures and graphs that hooks have told us of (R10)."""
         self.orphan_events: deque[int] = deque()
         """Driver events whose user-facing `Event` is gone; likewise."""
         self._owners: dict[int, Timeline] = {}
@@ -136,6 +146,10 @@ class Registry:
 
     def _look_up(self, handle: int, owner: object) -> Timeline:
         device = self.device
+        with self.lock:
+            captured = self.captures.by_handle.get(handle)
+        if captured is not None and handle != PER_THREAD:  # alive, as it captures; nobody may ask which it is (R8)
+            return captured
         with device.scope():
             if self.capturing(handle):
                 raise StreamCapturing(
@@ -170,6 +184,18 @@ class Registry:
             self._owners[id(owner)] = line
         return line
 
+    def new_graph_line(self) -> Timeline:
+        """A timeline that no stream stands behind, for a capture (R10).  Under the lock."""
+        line = Timeline(self._next, Kind.GRAPH)
+        self._next += 1
+        self.lines[line.number] = line
+        return line
+
+    def all_pools(self) -> list[Drains]:
+        """The pools that stamp blocks with these timelines.  Not under the lock."""
+        with self.lock:
+            return list(self.pools)
+
     def reachable(self, line: Timeline) -> bool:
         """Is there a handle of the stream that the calling thread may use?  No driver call."""
         if line.kind is Kind.PER_THREAD:
@@ -188,31 +214,40 @@ class Registry:
 
         Stamping them later is safe, but then the mark does not cover them (R3).  Not under any lock.
         """
-        with self.lock:
-            pools = list(self.pools)
-        for pool in pools:
+        for pool in self.all_pools():
             if pool.frees:
                 pool.drain_frees()
 
     @contextmanager
-    def borrow(self, line: Timeline, given: int | None = None) -> Iterator[int | None]:
+    def borrow(
+        self, line: Timeline, given: int | None = None, *, by_program: bool = False, waits: bool = False
+    ) -> Iterator[int | None]:
         """A handle of the stream for the length of a `with`; None if there is none to be used (R9).
 
         given: a handle that the caller knows to be alive.  Otherwise it is read anew from the owner, which is
-        held meanwhile.  A per-thread stream has a handle in its own thread only.
+        held meanwhile.  A per-thread stream has a handle in its own thread only.  A stream that hooks report as
+        capturing has none, except for what the program itself does to it (by_program).  A capture that begins waits
+        until the handle is given back (S18), unless the call is one that `waits` on the host.
         """
         if self.forked:
             yield None
-        elif given is not None:
-            yield given
-        elif line.kind is Kind.LEGACY:
-            yield LEGACY
-        elif line.kind is Kind.PER_THREAD:
-            token: _ThreadToken | None = getattr(self.local, "per_thread", None)
-            yield PER_THREAD if token is not None and token.line is line else None
-        else:
-            owner = line.owner
-            if isinstance(owner, OwnedHandle):
+            return
+        with self.lock:
+            forbidden = not by_program and self.captures.forbids(line)
+            if not forbidden and not waits:
+                line.pins += 1
+        if forbidden:
+            yield None
+            return
+        try:
+            if given is not None:
+                yield given
+            elif line.kind is Kind.LEGACY:
+                yield LEGACY
+            elif line.kind is Kind.PER_THREAD:
+                token: _ThreadToken | None = getattr(self.local, "per_thread", None)
+                yield PER_THREAD if token is not None and token.line is line else None
+            elif isinstance(owner := line.owner, OwnedHandle):
                 with self.lock:
                     handle = None if owner.closing else owner.handle
                     owner.pins += 1
@@ -222,6 +257,10 @@ class Registry:
                     self._unpin(owner)
             else:
                 yield _read(owner)
+        finally:
+            if not waits:
+                with self.lock:
+                    line.pins -= 1
 
     def _unpin(self, owner: OwnedHandle) -> None:
         with self.lock:
@@ -356,6 +395,7 @@ class Registry:
             if not sealed.users:
                 self.events.give_back(sealed.event)
         self.version += self.context.completed != before
+        self.captures.advance()
 
     def forget_if_over(self, line: Timeline) -> None:
         """Drop a timeline that has ended and finished.  Under the lock."""
@@ -400,8 +440,8 @@ class Registry:
         return _references(line) <= _ALONE
 
     def seen(self) -> list[Timeline]:
-        """Every timeline that may still have unfinished work.  Under the lock."""
-        return list(self.lines.values())
+        """Every stream's timeline that may still have unfinished work; none of a graph's.  Under the lock."""
+        return [line for line in self.lines.values() if line.kind is not Kind.GRAPH]
 
     # -- errors --------------------------------------------------------------------------------
 

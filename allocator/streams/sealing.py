@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from allocator.devices import LEGACY
 from allocator.errors import DriverError, StreamCapturing, StreamClosed
 from allocator.events import EMPTY, VectorClock
 from allocator.streams.context import ContextSeal
@@ -25,6 +26,9 @@ from allocator.streams.identity import OwnedHandle, dies_with
 from allocator.streams.registry import Registry
 from allocator.streams.timeline import Kind, Sealed, Timeline
 
+_CAPTURED = "the stream is being captured: it cannot be waited for until the capture ends"
+_ASKED = 64
+"""Streams asked at most whether they capture, before a mark on the whole context."""
 _VOIDS_EVENT = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_STREAM_CAPTURE", "CUDA_ERROR_CAPTURED_EVENT")
 
 
@@ -255,17 +259,24 @@ class Sealing:
                 continue
             with registry.lock:
                 need[line.number] = line.close_seqno()[0]
-        event = self._record_context(seqno) if context_event else None
+        event = self._record_context(seqno, lines) if context_event else None
         with registry.lock:
             if not registry.context.publish(ContextSeal(seqno, VectorClock(need), event)) and event is not None:
                 registry.events.give_back(event.event)  # another thread's later seal is complete already
             registry.advance_context()
 
-    def _record_context(self, seqno: int) -> Sealed | None:
+    def _record_context(self, seqno: int, lines: Sequence[Timeline]) -> Sealed | None:
+        """`cuCtxRecordEvent`, unless a capture is known of, or found by asking legacy and a few streams (R6)."""
         registry = self.registry
         device = registry.device
         try:
-            with device.scope():
+            with registry.captures.whole_context() as free, device.scope():
+                if not free or registry.capturing(LEGACY):
+                    return None
+                for line in lines[:_ASKED]:
+                    with registry.borrow(line) as handle:
+                        if handle is not None and line.kind is not Kind.LEGACY and registry.capturing(handle):
+                            return None
                 event = registry.events.take()
                 try:
                     device.ctx_record_event(event)
@@ -318,14 +329,15 @@ class Sealing:
         registry = self.registry
         registry.check_usable()
         device = registry.device
-        with registry.borrow(line, given) as handle:
+        with registry.borrow(line, given, waits=True) as handle:
             if handle is None:
+                with registry.lock:
+                    if registry.captures.forbids(line):
+                        raise StreamCapturing(_CAPTURED)
                 raise StreamClosed("the stream has been closed, or belongs to another thread")
             with device.scope():
                 if registry.capturing(handle):
-                    raise StreamCapturing(
-                        "the stream is being captured: it cannot be waited for until the capture ends"
-                    )
+                    raise StreamCapturing(_CAPTURED)
                 points = registry.close_for(line)  # before the wait (R4)
                 self.counts["host_synchronizations"] += 1
                 try:
@@ -414,7 +426,7 @@ class Sealing:
     def end_finished(self) -> bool:
         """End the streams whose user-facing object or thread has gone.  True if there were any."""
         registry = self.registry
-        any_ended = False
+        any_ended = bool(registry.captures.gone) and registry.captures.bury()
         for lines in (registry.unended, registry.finished):
             for _ in range(len(lines)):
                 try:

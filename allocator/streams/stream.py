@@ -128,7 +128,7 @@ class Stream:
         if self.timeline.kind is Kind.LEGACY:
             return LEGACY
         self.registry.check_forked()
-        with self.registry.borrow(self.timeline) as handle:
+        with self.registry.borrow(self.timeline, by_program=True) as handle:
             if handle is None and not self.timeline.ended:
                 handle = self.bare  # the caller of a bare handle keeps it alive as long as the block (R9)
             if handle is None:

@@ -34,6 +34,7 @@ class Kind(enum.Enum):
     BLOCKING = "blocking"
     NON_BLOCKING = "non-blocking"
     CONTEXT = "context"  # no stream: the users we assume, all together (R3)
+    GRAPH = "graph"  # no stream: what a captured graph may use until it dies (R10)
 
     @property
     def blocking(self) -> bool:
@@ -85,6 +86,7 @@ class Timeline:
         "number",
         "owner",
         "pending",
+        "pins",
         "poisoned",
         "sealed",
     )
@@ -110,6 +112,8 @@ class Timeline:
         """Events not known to be complete, in order of seqno."""
         self.ended = False
         """No work will ever be added; every later free gets the last seqno (R2)."""
+        self.pins = 0
+        """Threads inside a driver call with the stream's handle, host waits apart."""
         self.poisoned: str | None = None
         """The driver's error that made the stream's progress unknowable (R11)."""
 

@@ -65,7 +65,7 @@ def whole(count: int, sizes: list[int], rng: random.Random) -> Callable[[int], N
     """The same through a pool with that many free blocks, none of which touches another."""
     gpu = SimDevice(memory=1 << 42)
     pool = CachingAllocator(gpu, Config(large_page=1 << 30))
-    pool._announce = None  # the oracle is the simulator's, not the allocator's
+    pool.announce = None  # the oracle is the simulator's, not the allocator's
     stream = Stream(gpu)
     between, free = [], []
     for _ in range(count):

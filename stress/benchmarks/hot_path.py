@@ -83,9 +83,9 @@ def measure(rounds: int = 41, operations: int = 20_000) -> dict[str, Timing]:
     """The timings, by contender."""
     gpu = SimDevice()
     pool = CachingAllocator(gpu, Config())
-    pool._announce = None  # the oracle is the simulator's, not the allocator's
+    pool.announce = None  # the oracle is the simulator's, not the allocator's
     assumed = CachingAllocator(gpu, Config(uses="assumed"))
-    assumed._announce = None
+    assumed.announce = None
     stream = Stream(gpu)
     return interleaved(
         {
