@@ -1,0 +1,81 @@
+"""The ladder and the growth of a pool in checked mode: every way back into use leads past the canary.
+
+The steps are those of ladder.py, without those that let a stream have memory before the host knows that it is
+finished: 3 (covered), 6 (internal dependency), and the own stream's part of 1.  What waits (4, 5, 9) fills what has
+finished before it looks again.  Memory is verified before the driver has it back.
+
+Next: canary.py (fills, verifies, tells), checked_shelves.py.
+"""
+
+from __future__ import annotations
+
+import time
+
+from allocator.blocks import Block, Segment
+from allocator.caching.canary import Canary
+from allocator.caching.growth import Growth
+from allocator.caching.ladder import Ladder, Request
+from allocator.errors import DriverError
+
+
+class CheckedLadder(Ladder):
+    """The policy in checked mode.  `canary` is set once, right after it was made."""
+
+    canary: Canary
+
+    def climb(self, request: Request) -> Block | None:
+        """As ever; what is free and finished is filled first."""
+        self.canary.tend()
+        return super().climb(request)
+
+    def _look(self, request: Request, *, flush: bool = True, step: str | None = None) -> Block | None:
+        self.canary.fill_finished()
+        return super()._look(request, flush=flush, step=step)
+
+    def _depend(self, request: Request) -> Block | None:
+        return None
+
+
+class CheckedGrowth(Growth):
+    """Memory from and to the driver in checked mode.  `canary` is set once, right after it was made."""
+
+    canary: Canary
+
+    def _detach(self, segment: Segment, reason: str) -> int:
+        """As ever, if nobody has written to it since it was filled; else what is damaged stays, and is reported.
+
+        Raises CorruptionError; not where a closed pool is emptied, in some later call of any pool: that only logs.
+        """
+        ptr, size = segment.ptr, segment.size
+        if not ptr:
+            return super()._detach(segment, reason)
+        canary = self.canary
+        try:
+            damage = canary.inspect(ptr, ptr + size)
+        except DriverError:  # unread is not verified: it stays, and is tried again
+            self._keep(segment, ptr)
+            return 0
+        if damage is None:
+            given = super()._detach(segment, reason)
+            if given or not segment.ptr:
+                with self._lock:
+                    canary.gone(ptr, ptr + size)
+            return given
+        with self._lock:
+            self._accounts.mark()
+            self.growing -= size
+            canary.put_down(self._heap.add(segment), damage)
+            self._accounts.mark()
+        error = canary.report(damage)
+        if reason == "close":
+            return 0
+        raise error
+
+    def wait_for_others(self, seconds: float) -> bool:
+        """Memory that another thread is filling or verifying at this moment comes back as well."""
+        until = time.monotonic() + seconds
+        waited = False
+        while self.canary.at_work and time.monotonic() < until:
+            waited = True
+            time.sleep(0.0002)
+        return super().wait_for_others(max(0.0, until - time.monotonic())) or waited
