@@ -16,13 +16,17 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from allocator.allocation import Allocation
 from allocator.blocks import Block, Heap
 from allocator.caching.accounting import Accounts
+from allocator.caching.canary import Canary
 from allocator.caching.capturing import Capturing
+from allocator.caching.checked import CheckedGrowth, CheckedLadder
+from allocator.caching.checked_shelves import CheckedShelves
 from allocator.caching.frees import ANYONE, Anyone, Frees
 from allocator.caching.growth import Growth
 from allocator.caching.ladder import Ladder, Request
@@ -32,7 +36,7 @@ from allocator.caching.shelves import Shelves
 from allocator.caching.snapshot import snapshot
 from allocator.config import Config
 from allocator.devices import CudaDevice, Device
-from allocator.errors import AllocatorError, OutOfMemoryError, PoolClosed, StreamCapturing
+from allocator.errors import AllocatorError, CorruptionError, DriverError, OutOfMemoryError, PoolClosed, StreamCapturing
 from allocator.sizes import check_request, format_size, round_up
 from allocator.stats import Stats
 from allocator.streams import (
@@ -84,12 +88,13 @@ class CachingAllocator:
         self._lock = make_lock("pool")
         self._sealing = Sealing(self._registry)
         self._heap = Heap(joined=self.config.backing == "vmm")
-        self._shelves = Shelves(self._heap, self._registry, self.config)
+        checked = self.config.canary
+        self._shelves = (CheckedShelves if checked else Shelves)(self._heap, self._registry, self.config)
         self._accounts = Accounts(self._heap, self._shelves)
         self._frees = Frees(self._registry, self._shelves, self._accounts, self.config)
         self._listed = False
         """On the reaper's list."""
-        self._growth = Growth(
+        self._growth = (CheckedGrowth if checked else Growth)(
             self.device, self.config, self._registry, self._heap, self._shelves, self._accounts, self._lock
         )
         self._frees.pressed = self._pressed
@@ -103,7 +108,7 @@ class CachingAllocator:
             self._accounts,
             self._lock,
         )
-        self._ladder = Ladder(
+        self._ladder = (CheckedLadder if checked else Ladder)(
             self.device,
             self.config,
             self._registry,
@@ -115,6 +120,7 @@ class CachingAllocator:
             self._accounts,
             self._lock,
         )
+        self._canary = self._make_canary()
         self.frees: deque[Any] = self._frees.queue
         """Where allocations queue their frees: one atomic append each."""
         self._drain = self._frees.drain
@@ -126,11 +132,30 @@ class CachingAllocator:
         """What a device that watches is told of each hand-out."""
         self._capturing = Capturing(self._registry, self._heap, self._shelves, self._frees, self._accounts, self._lock)
         self._closed = False
-        self._careful = self.config.detect_captures
+        self._always_careful = self._careful = self.config.detect_captures or checked
         """Something must be looked at before an allocation: closed, forked, over the limit, captures."""
         _pools.add(self)
         self._registry.pools.add(self)
         reap()
+
+    def _make_canary(self) -> Canary | None:
+        """What checked mode adds; None without it."""
+        shelves, ladder, growth = self._shelves, self._ladder, self._growth
+        if not isinstance(shelves, CheckedShelves):
+            return None
+        assert isinstance(ladder, CheckedLadder) and isinstance(growth, CheckedGrowth)
+        ladder.canary = growth.canary = canary = Canary(
+            self.name,
+            self.device,
+            self._registry,
+            self._sealing,
+            self._heap,
+            shelves,
+            self._frees,
+            self._accounts,
+            self._lock,
+        )
+        return canary
 
     # -- allocate -------------------------------------------------------------------------------
 
@@ -205,6 +230,8 @@ class CachingAllocator:
                 self._accounts.hand_out(block, nbytes, "same_stream")
         if block is None:
             block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
+        if self._canary is not None:
+            self._canary.serve(block)
         if self._registry.captures.active:
             self._capturing.hand_out(block)
         self._frees.dropped.clear()  # outside every lock: foreign destructors may run here
@@ -314,7 +341,7 @@ class CachingAllocator:
                     )
         if self._growth.limit and self._growth.held > self._growth.limit:
             self._shrink()
-        elif not self.config.detect_captures:
+        elif not self._always_careful:
             self._careful = False
             if (
                 self._closed
@@ -394,6 +421,8 @@ class CachingAllocator:
                 self._sealing.seal(line, handle)
         elif due:
             self._settling.seal()
+        if self._canary is not None:
+            self._canary.tend()
         if self._closed:
             reap()
         elif self._growth.limit and self._growth.held > self._growth.limit:
@@ -449,6 +478,8 @@ class CachingAllocator:
         self._settling.ask(waiting)
         for line in poisoned:  # an error was no answer; the next one may be (R11)
             self._sealing.query(line)
+        if self._canary is not None:
+            self._canary.tend()
         if self._growth.unreleased:
             self._growth.release("trim", 0)
         if self._registry.lost is not None:
@@ -482,8 +513,21 @@ class CachingAllocator:
             self._frees.drain()
             self._accounts.reset_peaks()
 
+    @property
+    def corruptions(self) -> int:
+        """Pieces of free memory found written to, in checked mode (`Config.canary`); 0 without it."""
+        return 0 if self._canary is None else self._canary.corruptions
+
+    @property
+    def damaged_bytes(self) -> int:
+        """Bytes of them that are put away until the pool goes; part of the bytes in flight."""
+        return 0 if self._canary is None else self._canary.damaged_bytes
+
     def check(self) -> None:
-        """Walk everything and raise AssertionError, with a dump, if anything is out of place.  O(blocks)."""
+        """Walk everything and raise AssertionError, with a dump, if anything is out of place.  O(blocks).
+
+        In checked mode also verify all idle memory: CorruptionError, the first of those logged.
+        """
         self._registry.check_forked()
         with self._lock:
             self._frees.drain()
@@ -499,6 +543,12 @@ class CachingAllocator:
                 dump = "\n".join(map(repr, itertools.islice(self._heap.blocks(), 200)))
                 raise AssertionError(f"{error}\n{dump}") from error
         self._registry.check()
+        self._verify()
+
+    def _verify(self) -> None:
+        """In checked mode: verify all idle memory, and raise for the first of what is found."""
+        if self._canary is not None and (found := self._canary.verify()):
+            raise found[0]
 
     # -- giving memory back ----------------------------------------------------------------------
 
@@ -510,6 +560,7 @@ class CachingAllocator:
         """
         keep = check_request(keep)
         self._registry.check_usable()
+        self._verify()
         return self._give_back("trim", keep)
 
     def _give_back(self, reason: str, keep: int) -> int:
@@ -548,6 +599,8 @@ class CachingAllocator:
         """
         self._registry.check_usable()
         self._settling.wait_for_all()
+        if self._canary is not None:
+            self._canary.tend()
 
     def abandon(self, stream: object) -> None:
         """Declare the work of a poisoned stream over (R11); ValueError if it is not poisoned.
@@ -579,13 +632,20 @@ class CachingAllocator:
         """No new allocations.  Live ones stay valid; the memory goes back to the driver with the last of them.
 
         What is still in flight goes back at a later public call of any pool.  Twice is harmless.
+        In checked mode idle memory is verified once more: CorruptionError; the pool is closed all the same.
         """
         if self._closed:
             return
         self._closed = self._careful = True
         _pools.discard(self)
         self._stay_listed()
+        found: list[CorruptionError] = []
+        if self._canary is not None:
+            with suppress(DriverError):
+                found = self._canary.verify()
         reap()
+        if found:
+            raise found[0]
 
     def _stay_listed(self) -> None:
         if not self._listed:
@@ -611,12 +671,16 @@ class CachingAllocator:
             self._accounts.mark()
             self._shelves.refresh()
             self._accounts.mark()
+        if self._canary is not None:
+            self._canary.leave(all_over=not self.damaged_bytes or self._settling.all_over())
         if not self._growth.backing.stalls or self._settling.all_over():
             self._growth.release("close", 1 << 62)
         self._frees.dropped.clear()
         if self._growth.empty and not self.frees:
             self._listed = False
             self._growth.close()
+            if self._canary is not None:
+                self._canary.close()
             return True
         return False
 
@@ -626,7 +690,11 @@ class CachingAllocator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CorruptionError:
+            if error is None:  # an error of the body says more, and this one has been logged
+                raise
 
     def __del__(self) -> None:
         # Nobody can allocate from it any more, and every allocation from it has gone (each holds its pool).
