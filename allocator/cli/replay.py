@@ -10,10 +10,10 @@ import sys
 from dataclasses import replace
 from typing import Any, Final
 
+from allocator.cli.options import size, speed
 from allocator.cli.status import MISMATCH, OK, REFUSED
 from allocator.config import Config
 from allocator.devices import CudaDevice, Device, SimDevice
-from allocator.sizes import parse_size
 from allocator.traces import (
     POLICIES,
     Meter,
@@ -80,12 +80,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--device", default="sim", type=_device, metavar="sim|N", help="sim, or the number of a GPU (default: sim)"
     )
-    parser.add_argument("--memory", type=_size, metavar="SIZE", help="memory of the simulated GPU (default: 1TiB)")
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="memory of the simulated GPU (default: 1TiB)")
     parser.add_argument(
-        "--limit", type=_size, default=0, metavar="SIZE", help="most memory to reserve (default: no limit)"
+        "--limit", type=size, default=0, metavar="SIZE", help="most memory to reserve (default: no limit)"
     )
     parser.add_argument(
-        "--speed", type=_speed, default=1.0, metavar="FACTOR",
+        "--speed", type=speed, default=1.0, metavar="FACTOR",
         help="how many times faster the GPU is than the recorded one (default: 1.0)",
     )  # fmt: skip
     parser.add_argument(
@@ -175,23 +175,3 @@ def _device(text: str) -> int | None:
     if text.isascii() and text.isdigit():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is neither sim nor the number of a GPU")
-
-
-def _size(text: str) -> int:
-    try:
-        size = parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not size:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return size
-
-
-def _speed(text: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 1e-6 <= speed <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no sensible speed; 1.0 is the recorded one")
-    return speed

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final
 
+from allocator.errors import AllocatorError
 from allocator.metrics.server.access import Access, check_token, is_loopback
 from allocator.metrics.server.sources import Pools, Source
 
@@ -40,7 +41,7 @@ _servers: set[Server] = set()
 """Those that serve.  Nobody has to keep a server to keep it serving."""
 
 
-class DashboardMissingError(ImportError):
+class DashboardMissingError(AllocatorError, ImportError):
     """The libraries of the extra `dashboard` are not installed."""
 
 
