@@ -21,7 +21,6 @@ from bokeh.models import (
     BoxZoomTool,
     ColumnDataSource,
     CustomJSHover,
-    CustomJSTickFormatter,
     FixedTicker,
     HoverTool,
     LinearColorMapper,
@@ -32,7 +31,7 @@ from bokeh.models import (
 from bokeh.plotting import figure
 
 from allocator.metrics.history import AddressMap
-from allocator.metrics.page.looks import BLUE, HUES, ORANGE, dress, hover_formatter
+from allocator.metrics.page.looks import BLUE, HUES, ORANGE, Looks, legend
 
 MOST: Final = 50_000
 """Blocks that are drawn one by one; beyond it, neighbours of one stream and state are drawn as one."""
@@ -59,6 +58,12 @@ def paler(color: str) -> str:
 
 
 BY_STREAM: Final = (IDLE, *HUES, *(paler(hue) for hue in HUES))
+LEGEND: Final = (
+    f'<span class="by-stream">{legend((("live", BLUE, "area"), ("in flight: paler", paler(BLUE), "area")))}'
+    '<span class="entry">the colour is the stream\'s, as in the table above</span></span>'
+    f'<span class="by-state">{legend((("live", BLUE, "area"), ("in flight", ORANGE, "area")))}</span>'
+    + legend((("idle", IDLE, "area"),))
+)
 BY_STATE: Final = (IDLE, *([BLUE] * len(HUES)), *([ORANGE] * len(HUES)))
 
 
@@ -230,7 +235,7 @@ class Slots:
 class MapPanel:
     """The source of rectangles, and the figure."""
 
-    def __init__(self) -> None:
+    def __init__(self, looks: Looks) -> None:
         self._slots = Slots()
         self._row_bytes = 0
         self.source = ColumnDataSource(_empty(), name="blocks")
@@ -265,11 +270,11 @@ class MapPanel:
             left="left", right="right", top="top", bottom="bottom", source=self.borders, fill_color=None, line_width=1
         )
         border.glyph.name = "foreground"  # page.js gives it the colour of text
-        dress(plot.xaxis[0], "bytes")
+        looks.dress(plot.xaxis[0], "bytes")
         plot.xaxis.axis_label = "from the start of the row"
         plot.yaxis.axis_label = "address"
         plot.ygrid.visible = False
-        plot.yaxis.formatter = CustomJSTickFormatter(code='return "";')
+        plot.yaxis.formatter = looks.ticks("nothing")
         hover = HoverTool(
             renderers=[blocks],
             tooltips=[
@@ -280,8 +285,8 @@ class MapPanel:
                 ("blocks", "@count"),
             ],
             formatters={
-                "@address": hover_formatter("hex"),
-                "@size": hover_formatter("bytes"),
+                "@address": looks.tips("hex"),
+                "@size": looks.tips("bytes"),
                 "@state": CustomJSHover(code=f"return {list(AddressMap.STATES)!r}[value];"),
             },
         )

@@ -18,11 +18,12 @@ from importlib import resources
 from typing import Any, Final, cast
 
 from bokeh.document import Document
-from bokeh.models import ColumnDataSource, CustomJS, Div, InlineStyleSheet, RadioButtonGroup, Select
+from bokeh.models import ColumnDataSource, CustomJS, Div, InlineStyleSheet, RadioButtonGroup, Range1d, Select
 
 from allocator.metrics.history import History, PoolHistory
-from allocator.metrics.page.address_map import BY_STATE, BY_STREAM, MapPanel
+from allocator.metrics.page.address_map import BY_STATE, BY_STREAM, LEGEND, MapPanel
 from allocator.metrics.page.heatmap import Heatmap
+from allocator.metrics.page.looks import Looks
 from allocator.metrics.page.panels import TimePanels, rows_of
 from allocator.metrics.page.words import head, stream_table
 
@@ -38,7 +39,8 @@ const times = timeline.data["time"], numbers = timeline.data["number"];
 if (times.length) {
   const end = times[times.length - 1];
   window.weirSpan ??= span;
-  range.setv({start: end - 1000 * window.weirSpan, end: end}, {sync: false});
+  const first = Math.min(times[0], end - 30000);
+  range.setv({start: Math.max(first, end - 1000 * window.weirSpan), end: end}, {sync: false});
   seen.tags = [numbers[numbers.length - 1]];
 }
 """
@@ -59,7 +61,6 @@ class Page:
         """A turn of the event loop is on its way."""
         self._map_time = 0.0
         self._watching = ExitStack()
-        style = _read("page.css")
         sheets = [InlineStyleSheet(css=_read("words.css"))]
         self._head = Div(name="head", stylesheets=sheets, sizing_mode="stretch_width")
         self._streams = Div(name="streams", stylesheets=sheets, sizing_mode="stretch_width")
@@ -68,16 +69,19 @@ class Page:
         self._colors = RadioButtonGroup(name="colors", labels=["by stream", "by state"], active=0)
         self._pool = next(iter(history.pools()), None)
         columns = {} if self._pool is None else self._pool.since(0)
-        self._panels = TimePanels(
-            rows_of(columns), max(2, round(history.keep_s / history.interval_s)), WINDOWS[FIRST_WINDOW][1]
-        )
+        rows = rows_of(columns)
+        end = float(rows["time"][-1]) if columns else 0.0
+        self._looks = looks = Looks(Range1d(end - WINDOWS[FIRST_WINDOW][1] * 1000, end, name="window"))
+        self._panels = TimePanels(looks, rows, max(2, round(history.keep_s / history.interval_s)))
         self._last = self._seen = 0 if not columns else int(columns["number"][-1])
-        self._sizes = Heatmap(columns, history.keep_s, self._panels.x_range)
-        self._map = MapPanel()
+        self._sizes = Heatmap(columns, history.keep_s, looks)
+        self._map = MapPanel(looks)
         self._ack = ColumnDataSource({}, name="seen", tags=[self._last])
         doc.title = TITLE
         doc.template = cast(Any, _read("page.html"))  # text is a template that extends Bokeh's own page
-        doc.template_variables.update(style=style, script=_read("page.js"))
+        doc.template_variables.update(
+            style=_read("page.css"), script=_read("page.js"), legends=self._panels.legends | {"map": LEGEND}
+        )
 
     def open(self) -> None:
         """Put everything into the document, and follow the history until the session ends."""
@@ -91,9 +95,10 @@ class Page:
             self._colors,
             self._map.figure,
         )
-        for root in roots:
-            self._doc.add_root(root)
         self._listen()
+        with self._doc.models.freeze():  # look for models once, not for each root
+            for root in roots:
+                self._doc.add_root(root)
         self._doc.on_session_destroyed(self._close)
         self._watching.enter_context(self._history.watch(self._ask))
         self._refresh()
@@ -101,7 +106,7 @@ class Page:
     def _listen(self) -> None:
         arguments = {
             "timeline": self._panels.source,
-            "range": self._panels.x_range,
+            "range": self._looks.x_range,
             "seen": self._ack,
             "span": WINDOWS[FIRST_WINDOW][1],
         }
@@ -121,7 +126,7 @@ class Page:
             "active",
             CustomJS(
                 args={"mapper": self._map.mapper, "palettes": [list(BY_STREAM), list(BY_STATE)]},
-                code="mapper.palette = palettes[cb_obj.active];",
+                code="mapper.palette = palettes[cb_obj.active]; document.body.dataset.colors = cb_obj.active;",
             ),
         )
         self._ack.on_change("tags", self._acknowledged)

@@ -15,7 +15,7 @@ from bokeh.models import ColorBar, ColumnDataSource, FixedTicker, HoverTool, Lin
 from bokeh.palettes import Cividis256
 
 from allocator.metrics.history import SIZES
-from allocator.metrics.page.looks import hover_formatter, time_figure
+from allocator.metrics.page.looks import Looks
 from allocator.sizes import format_size
 
 CELL_S: Final = 10.0
@@ -39,13 +39,13 @@ def whole(nbytes: float) -> str:
 class Heatmap:
     """The source of cells, `ROWS` for each ten seconds, and its figure."""
 
-    def __init__(self, columns: Mapping[str, Sequence[float]], keep_s: float, x_range: Range1d) -> None:
+    def __init__(self, columns: Mapping[str, Sequence[float]], keep_s: float, looks: Looks) -> None:
         self._cells = math.ceil(keep_s / CELL_S) + 1
         self._counts: dict[int, list[float]] = {}
         """The newest cells, by their number since 1970."""
         self.source = ColumnDataSource(self._take(columns), name="sizes")
-        plot = time_figure("sizes", x_range, unit="none", label="request size", y_range=Range1d(0, ROWS))
-        mapper = LinearColorMapper(palette=list(Cividis256), low=0.0, high=5.0, nan_color="rgba(0, 0, 0, 0)")
+        plot = looks.over_time("sizes", unit="size", label="request size", y_range=Range1d(0, ROWS))
+        mapper = LinearColorMapper(palette=list(Cividis256[48:]), low=0.0, high=5.0, nan_color="rgba(0, 0, 0, 0)")
         cells = plot.quad(
             left="left",
             right="right",
@@ -70,12 +70,11 @@ class Heatmap:
             ),
             "right",
         )
-        clock = hover_formatter("clock")
         plot.add_tools(
             HoverTool(
                 renderers=[cells],
                 tooltips=[("", "@left{custom}"), ("size", "@size"), ("requests in 10 s", "@count{0,0}")],
-                formatters={"@left": clock},
+                formatters={"@left": looks.tips("clock")},
             )
         )
         self.figure = plot

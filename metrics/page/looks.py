@@ -8,16 +8,18 @@ Next: panels.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from bokeh.models import (
     AdaptiveTicker,
-    BasicTicker,
     CustomJSHover,
     CustomJSTickFormatter,
     DataRange1d,
+    DatetimeTicker,
     HoverTool,
     LinearAxis,
+    LogTicker,
     Range1d,
 )
 from bokeh.plotting import figure
@@ -55,107 +57,102 @@ function seconds(s) {
   return s < 1e-3 ? round(s * 1e6) + " us" : s < 1 ? round(s * 1e3) + " ms" : round(s) + " s";
 }
 """
-CLOCK_JS: Final = 'return new Date(%s).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit"});'
+CLOCK_JS: Final = (
+    'return new Date(VALUE).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit", '
+    'hourCycle: "h23"});'
+)
+_FORMATS: Final = {
+    "bytes": BYTES_JS + "return bytes(VALUE);",
+    "bytes_per_second": BYTES_JS + 'return bytes(VALUE) + "/s";',
+    "seconds": SECONDS_JS + "return seconds(VALUE);",
+    "share": 'return isFinite(VALUE) ? (Math.round(VALUE * 1000) / 10) + " %" : "none";',
+    "clock": CLOCK_JS,
+    "hex": 'return "0x" + BigInt(Math.round(VALUE)).toString(16);',
+    "nothing": 'return "";',
+}
 
 
-def formatter(kind: str) -> CustomJSTickFormatter:
-    """Tick labels.  kind: bytes, seconds, clock (the reader's local time), or bytes_per_second."""
-    if kind == "clock":
-        return CustomJSTickFormatter(code=CLOCK_JS % "tick")
-    if kind == "seconds":
-        return CustomJSTickFormatter(code=SECONDS_JS + "return seconds(tick);")
-    suffix = ' + "/s"' if kind == "bytes_per_second" else ""
-    return CustomJSTickFormatter(code=f"{BYTES_JS}return bytes(tick){suffix};")
+class Looks:
+    """Formatters and figures of one document.  What can be shared by its figures is: each model costs the page."""
+
+    def __init__(self, x_range: Range1d) -> None:
+        self.x_range = x_range
+        self._ticks: dict[str, CustomJSTickFormatter] = {}
+        self._tips: dict[str, CustomJSHover] = {}
+
+    def ticks(self, kind: str) -> CustomJSTickFormatter:
+        """Labels of an axis.  kind: bytes, bytes_per_second, seconds, share, clock (the reader's time), or nothing."""
+        if kind not in self._ticks:
+            self._ticks[kind] = CustomJSTickFormatter(code=_FORMATS[kind].replace("VALUE", "tick"))
+        return self._ticks[kind]
+
+    def tips(self, kind: str) -> CustomJSHover:
+        """Values in a tooltip.  kind: as for `ticks`, or hex."""
+        if kind not in self._tips:
+            self._tips[kind] = CustomJSHover(code=_FORMATS[kind].replace("VALUE", "value"))
+        return self._tips[kind]
+
+    def dress(self, axis: Any, unit: str) -> None:
+        """Units on an axis: bytes, bytes_per_second, seconds, share, count (of whole things), or a plain number."""
+        if unit in _FORMATS:
+            axis.formatter = self.ticks(unit)
+        if unit in ("bytes", "bytes_per_second"):  # 256 MiB, never 268.4 MB
+            axis.ticker = AdaptiveTicker(
+                base=1024, mantissas=[2**n for n in range(10)], min_interval=1, desired_num_ticks=4, num_minor_ticks=0
+            )
+        elif unit == "count":
+            axis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=4, num_minor_ticks=0)
+        elif unit == "seconds":
+            axis.ticker = LogTicker(mantissas=[1], desired_num_ticks=5, num_minor_ticks=0)
+
+    def over_time(self, name: str, *, unit: str, label: str, y_range: Any = None, log: bool = False) -> figure:
+        """An empty panel over time, whose y axis starts at 0 and follows what is in sight."""
+        plot = figure(
+            name=name,
+            height=HEIGHT,
+            sizing_mode="stretch_width",
+            x_range=self.x_range,
+            y_range=DataRange1d(start=0, range_padding=0.08) if y_range is None else y_range,
+            x_axis_type="datetime",
+            y_axis_type="log" if log else "linear",
+            window_axis="x",
+            tools="",
+            toolbar_location=None,
+            min_border_right=16,
+            lod_threshold=None,
+        )
+        plot.xaxis[0].update(
+            formatter=self.ticks("clock"), ticker=DatetimeTicker(desired_num_ticks=4, num_minor_ticks=0)
+        )
+        plot.yaxis[0].axis_label = label
+        self.dress(plot.yaxis[0], unit)
+        plot.xgrid[0].visible = False
+        return plot
+
+    def right_axis(self, plot: figure, range_name: str, *, unit: str, label: str) -> None:
+        """A second y axis, for the series that name `range_name`."""
+        axis = LinearAxis(y_range_name=range_name, axis_label=label)
+        self.dress(axis, unit)
+        plot.add_layout(axis, "right")
+
+    def hover(self, plot: figure, renderer: Any, rows: list[tuple[str, str, str]]) -> None:
+        """One tooltip for the moment under the pointer.  rows: (label, column, kind)."""
+        tips = [("", "@time{custom}")]
+        formats: dict[str, Any] = {"@time": self.tips("clock")}
+        for label, column, kind in rows:
+            if kind in _FORMATS:
+                tips.append((label, f"@{column}{{custom}}"))
+                formats[f"@{column}"] = self.tips(kind)
+            else:
+                tips.append((label, f"@{column}{{0,0.[0]}}"))
+        plot.add_tools(
+            HoverTool(mode="vline", renderers=[renderer], tooltips=tips, formatters=formats, line_policy="nearest")
+        )
 
 
-def hover_formatter(kind: str) -> CustomJSHover:
-    """Values in a tooltip.  kind: as in `formatter`, or hex."""
-    if kind == "clock":
-        return CustomJSHover(code=CLOCK_JS % "value")
-    if kind == "hex":
-        return CustomJSHover(code='return "0x" + BigInt(Math.round(value)).toString(16);')
-    if kind == "seconds":
-        return CustomJSHover(code=SECONDS_JS + "return seconds(value);")
-    suffix = ' + "/s"' if kind == "bytes_per_second" else ""
-    return CustomJSHover(code=f"{BYTES_JS}return bytes(value){suffix};")
-
-
-def binary_ticker() -> AdaptiveTicker:
-    """Ticks at 1, 2, 4, ... of a binary unit: 256 MiB, never 268.4 MB."""
-    return AdaptiveTicker(base=1024, mantissas=[2**n for n in range(10)], min_interval=1, desired_num_ticks=5)
-
-
-def dress(axis: Any, kind: str) -> None:
-    """Units on an axis: bytes, bytes_per_second, seconds, share, or per_second."""
-    if kind in ("bytes", "bytes_per_second"):
-        axis.ticker = binary_ticker()
-        axis.formatter = formatter(kind)
-    elif kind == "seconds":
-        axis.formatter = formatter("seconds")
-    elif kind == "share":
-        axis.formatter = CustomJSTickFormatter(code='return Math.round(tick * 100) + " %";')
-    elif kind == "count":
-        axis.ticker = BasicTicker(min_interval=1, desired_num_ticks=5)
-
-
-def time_figure(name: str, x_range: Range1d, *, unit: str, label: str, y_range: Any = None) -> figure:
-    """An empty panel over time, whose y axis starts at 0 and follows what is in sight."""
-    plot = figure(
-        name=name,
-        height=HEIGHT,
-        sizing_mode="stretch_width",
-        x_range=x_range,
-        y_range=DataRange1d(start=0, range_padding=0.08, only_visible=True) if y_range is None else y_range,
-        x_axis_type="datetime",
-        window_axis="x",
-        tools="",
-        toolbar_location=None,
-        min_border_right=14,
-        lod_threshold=None,
-    )
-    plot.xaxis.formatter = formatter("clock")
-    plot.xaxis.ticker.desired_num_ticks = 5
-    plot.yaxis.axis_label = label
-    dress(plot.yaxis[0], unit)
-    plot.xgrid.visible = False
-    return plot
-
-
-def right_axis(plot: figure, range_name: str, *, unit: str, label: str, color: str) -> None:
-    """A second y axis, whose series name `range_name`."""
-    axis = LinearAxis(y_range_name=range_name, axis_label=label)
-    dress(axis, unit)
-    axis.name = f"{plot.name}-{range_name}"
-    plot.add_layout(axis, "right")
-
-
-def legend(plot: figure) -> None:
-    """One line above the panel; a click hides a series."""
-    entries = plot.legend[0]
-    plot.add_layout(entries, "above")
-    entries.orientation = "horizontal"
-    entries.ncols = "auto"
-    entries.padding = 0
-    entries.margin = 0
-    entries.spacing = 10
-    entries.border_line_color = None
-    entries.background_fill_alpha = 0
-    entries.label_text_font_size = "11px"
-    entries.glyph_height = entries.glyph_width = 12
-    entries.label_height = 12
-    entries.click_policy = "hide"
-
-
-def hover(plot: figure, renderer: Any, rows: list[tuple[str, str, str]]) -> None:
-    """One tooltip for the moment under the pointer.  rows: (label, column, kind)."""
-    tips = [("", "@time{custom}")]
-    formats: dict[str, Any] = {"@time": hover_formatter("clock")}
-    for label, column, kind in rows:
-        if kind in ("bytes", "bytes_per_second", "seconds"):
-            tips.append((label, f"@{column}{{custom}}"))
-            formats[f"@{column}"] = hover_formatter(kind)
-        else:
-            tips.append((label, f"@{column}{{{'0.0 %' if kind == 'share' else '0,0.[0]'}}}"))
-    plot.add_tools(
-        HoverTool(mode="vline", renderers=[renderer], tooltips=tips, formatters=formats, line_policy="nearest")
+def legend(entries: Iterable[tuple[str, str, str]]) -> str:
+    """What the colours mean, as HTML, which wraps on a narrow page.  entries: (text, colour, area, line or dashed)."""
+    return "".join(
+        f'<span class="entry"><i class="{kind}" style="--hue:{color}"></i>{text}</span>'
+        for text, color, kind in entries
     )

@@ -16,7 +16,6 @@
         major_tick_line_color: line, minor_tick_line_color: null, axis_label_text_font_style: "normal",
         axis_label_text_font_size: "11px", major_label_text_font_size: "11px"},
       grid: {grid_line_color: line, minor_grid_line_color: line, minor_grid_line_alpha: 0.4, grid_line_alpha: 0.6},
-      legend: {label_text_color: text, inactive_fill_color: card},
       bar: {title_text_color: faint, major_label_text_color: faint, major_label_text_font_size: "10px",
         title_text_font_size: "10px", title_text_font_style: "normal"},
     };
@@ -28,7 +27,6 @@
         for (const model of root.references()) {
           if (model.type.endsWith("Axis")) set(model, looks.axis);
           else if (model.type === "Grid") set(model, looks.grid);
-          else if (model.type === "Legend") set(model, looks.legend);
           else if (model.type === "ColorBar") set(model, looks.bar);
           else if (model.type === "Quad" && model.name === "foreground") set(model, {line_color: {value: text}});
           else if (model.type === "Quad" && root.name === "map" && model.name !== "foreground")

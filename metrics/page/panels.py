@@ -8,27 +8,16 @@ Next: heatmap.py, address_map.py; history.py for the columns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from bokeh.models import ColumnDataSource, DataRange1d, LogScale, Range1d
+from bokeh.models import ColumnDataSource, DataRange1d, Range1d
 from bokeh.plotting import figure
 
 from allocator.metrics.history import COLUMNS, REUSE, STEPS
-from allocator.metrics.page.looks import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    hover,
-    legend,
-    right_axis,
-    time_figure,
-)
+from allocator.metrics.page.looks import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Looks, legend
 
 _GAUGES: Final = (
     "allocated_bytes",
@@ -57,6 +46,19 @@ _RATES: Final = (
 SENT: Final = ("number", "time", *_GAUGES, *_RATES, "limit", "device", "served", "given_back")
 """Columns of the source.  time: milliseconds.  limit, device: NaN where there is none.  served: share of allocations
 that needed no new memory.  given_back: released, below zero."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """What is drawn of one column.  kind: area (stacked), line or dashed."""
+
+    column: str
+    text: str
+    color: str
+    format: str
+    kind: str = "line"
+    y_range: str = ""
+
 
 Rows = dict[str, npt.NDArray[np.float64]]
 
@@ -98,13 +100,13 @@ def rows_of(columns: Mapping[str, Sequence[float]]) -> Rows:
 
 
 class TimePanels:
-    """The source and its figures, by name."""
+    """The source and its figures, each with its legend, by name."""
 
-    def __init__(self, rows: Rows, keep: int, window_s: float) -> None:
+    def __init__(self, looks: Looks, rows: Rows, keep: int) -> None:
         self.keep = keep
         self.source = ColumnDataSource(rows, name="timeline")
-        end = rows["time"][-1] if len(rows["time"]) else 0.0
-        self.x_range = Range1d(end - window_s * 1000, end, name="window")
+        self.legends: dict[str, str] = {}
+        self._looks = looks
         self.figures: tuple[figure, ...] = (
             self._memory(),
             self._requested(),
@@ -128,159 +130,143 @@ class TimePanels:
 
     # -- the figures ----------------------------------------------------------------------------
 
-    def _figure(self, name: str, unit: str, label: str, y_range: Any = None) -> figure:
-        return time_figure(name, self.x_range, unit=unit, label=label, y_range=y_range)
-
-    def _line(self, plot: figure, column: str, color: str, text: str = "", **looks: Any) -> Any:
-        labelled = {"legend_label": text} if text else {}
-        return plot.line("time", column, source=self.source, color=color, **({"line_width": 2} | labelled | looks))
-
-    def _stack(self, plot: figure, looks: Iterable[tuple[str, str, str]]) -> None:
-        columns, labels, colors = zip(*looks, strict=True)
-        plot.varea_stack(
-            list(columns), x="time", color=list(colors), legend_label=list(labels), source=self.source, fill_alpha=0.85
-        )
+    def _draw(self, plot: figure, series: Iterable[Series]) -> list[Any]:
+        """Draw the series, the areas on top of each other, with legend and tooltip; returns the lines."""
+        series = list(series)
+        if areas := [one for one in series if one.kind == "area"]:
+            plot.varea_stack(
+                [one.column for one in areas],
+                x="time",
+                color=[one.color for one in areas],
+                source=self.source,
+                fill_alpha=0.85,
+            )
+        lines = [
+            plot.line(
+                "time",
+                one.column,
+                source=self.source,
+                color=one.color,
+                line_width=2,
+                line_dash="dashed" if one.kind == "dashed" else "solid",
+                **({"y_range_name": one.y_range} if one.y_range else {}),
+            )
+            for one in series
+            if one.kind != "area"
+        ]
+        self._looks.hover(plot, lines[0], [(one.text, one.column, one.format) for one in series])
+        self.legends[plot.name] = legend((one.text, one.color, one.kind) for one in series)
+        return lines
 
     def _memory(self) -> figure:
-        plot = self._figure("memory", "bytes", "memory")
-        self._stack(
+        plot = self._looks.over_time("memory", unit="bytes", label="memory")
+        lines = self._draw(
             plot,
             (
-                ("allocated_bytes", "allocated", BLUE),
-                ("in_flight_bytes", "in flight", ORANGE),
-                ("idle_bytes", "idle", GREEN),
-                ("private_bytes", "private", PURPLE),
+                Series("allocated_bytes", "allocated", BLUE, "bytes", "area"),
+                Series("in_flight_bytes", "in flight", ORANGE, "bytes", "area"),
+                Series("idle_bytes", "idle", GREEN, "bytes", "area"),
+                Series("private_bytes", "private", PURPLE, "bytes", "area"),
+                Series("reserved_bytes", "reserved", GREY, "bytes"),
+                Series("limit", "limit", RED, "bytes", "dashed"),
+                Series("device", "device", SKY, "bytes", "dashed"),
             ),
         )
-        reserved = self._line(plot, "reserved_bytes", GREY, "reserved")
-        # Far above what is used, these two would flatten everything else: shown where they come into sight.
-        plot.y_range.renderers = [reserved]
-        self._line(plot, "limit", RED, "limit", line_dash="dashed")
-        self._line(plot, "device", GREY, "device", line_dash="dotted")
-        hover(
-            plot,
-            reserved,
-            [
-                ("allocated", "allocated_bytes", "bytes"),
-                ("in flight", "in_flight_bytes", "bytes"),
-                ("idle", "idle_bytes", "bytes"),
-                ("reserved", "reserved_bytes", "bytes"),
-                ("limit", "limit", "bytes"),
-                ("device", "device", "bytes"),
-            ],
-        )
-        legend(plot)
+        # Far above what is used, the last two would flatten everything else: shown where they come into sight.
+        plot.y_range.renderers = [lines[0]]
         return plot
 
     def _requested(self) -> figure:
-        plot = self._figure("requested", "bytes", "memory")
-        allocated = self._line(plot, "allocated_bytes", BLUE, "allocated")
-        self._line(plot, "requested_bytes", ORANGE, "requested", line_dash="dashed")
-        hover(plot, allocated, [("allocated", "allocated_bytes", "bytes"), ("requested", "requested_bytes", "bytes")])
-        legend(plot)
+        plot = self._looks.over_time("requested", unit="bytes", label="memory")
+        self._draw(
+            plot,
+            (
+                Series("allocated_bytes", "allocated", BLUE, "bytes"),
+                Series("requested_bytes", "requested", ORANGE, "bytes", "dashed"),
+            ),
+        )
         return plot
 
     def _fragmentation(self) -> figure:
-        plot = self._figure("fragmentation", "share", "share", Range1d(0, 1.02))
-        external = self._line(plot, "external_fragmentation_ratio", BLUE, "external")
-        self._line(plot, "internal_fragmentation_ratio", ORANGE, "internal")
-        hover(
+        plot = self._looks.over_time("fragmentation", unit="share", label="share", y_range=Range1d(0, 1.02))
+        self._draw(
             plot,
-            external,
-            [
-                ("external", "external_fragmentation_ratio", "share"),
-                ("internal", "internal_fragmentation_ratio", "share"),
-            ],
+            (
+                Series("external_fragmentation_ratio", "external", BLUE, "share"),
+                Series("internal_fragmentation_ratio", "internal", ORANGE, "share"),
+            ),
         )
-        legend(plot)
         return plot
 
     def _largest(self) -> figure:
-        plot = self._figure("largest", "bytes", "memory")
-        self._stack(plot, (("idle_bytes", "idle", GREEN),))
-        largest = self._line(plot, "largest_free_block_bytes", BLUE, "largest free block")
-        self._line(plot, "releasable_bytes", ORANGE, "could be given back", line_dash="dashed")
-        hover(
+        plot = self._looks.over_time("largest", unit="bytes", label="memory")
+        self._draw(
             plot,
-            largest,
-            [
-                ("idle", "idle_bytes", "bytes"),
-                ("largest free block", "largest_free_block_bytes", "bytes"),
-                ("could be given back", "releasable_bytes", "bytes"),
-            ],
+            (
+                Series("idle_bytes", "idle", GREEN, "bytes", "area"),
+                Series("largest_free_block_bytes", "largest free block", BLUE, "bytes"),
+                Series("releasable_bytes", "could be given back", ORANGE, "bytes", "dashed"),
+            ),
         )
-        legend(plot)
         return plot
 
     def _reuse(self) -> figure:
-        plot = self._figure("reuse", "per_second", "allocations a second")
-        self._stack(plot, ((f"reuse_{kind}", text, color) for kind, (text, color) in REUSE_LOOKS.items()))
+        plot = self._looks.over_time("reuse", unit="number", label="allocations a second")
         plot.extra_y_ranges = {"share": Range1d(0, 1.02)}
-        right_axis(plot, "share", unit="share", label="without new memory", color=RED)
-        served = self._line(plot, "served", RED, "without new memory", y_range_name="share", line_dash="dashed")
-        plot.y_range.renderers = [one for one in plot.renderers if one is not served]
-        hover(
+        self._looks.right_axis(plot, "share", unit="share", label="without new memory")
+        lines = self._draw(
             plot,
-            served,
-            [
-                *((text, f"reuse_{kind}", "rate") for kind, (text, _) in REUSE_LOOKS.items()),
-                ("without new memory", "served", "share"),
-            ],
+            (
+                *(Series(f"reuse_{kind}", text, hue, "number", "area") for kind, (text, hue) in REUSE_LOOKS.items()),
+                Series("served", "without new memory", RED, "share", "dashed", "share"),
+            ),
         )
-        legend(plot)
+        plot.y_range.renderers = [one for one in plot.renderers if one is not lines[0]]
         return plot
 
     def _cost(self) -> figure:
-        plot = self._figure("cost", "per_second", "a second")
-        queries = self._line(plot, "event_queries", SKY, "queries")
-        self._line(plot, "event_records", GREEN, "events recorded")
-        self._line(plot, "stream_waits", RED, "waits put on streams")
-        hover(
+        plot = self._looks.over_time("cost", unit="number", label="a second")
+        self._draw(
             plot,
-            queries,
-            [
-                ("queries", "event_queries", "rate"),
-                ("events recorded", "event_records", "rate"),
-                ("waits", "stream_waits", "rate"),
-            ],
+            (
+                Series("event_queries", "queries", SKY, "number"),
+                Series("event_records", "events recorded", GREEN, "number"),
+                Series("stream_waits", "waits put on streams", RED, "number"),
+            ),
         )
-        legend(plot)
         return plot
 
     def _in_flight(self) -> figure:
-        plot = self._figure("in-flight", "seconds", "time in flight", DataRange1d(range_padding=0.2))
-        plot.y_scale = LogScale()
-        median = self._line(plot, "in_flight_p50", BLUE, "p50")
-        self._line(plot, "in_flight_p99", ORANGE, "p99")
-        hover(plot, median, [("p50", "in_flight_p50", "seconds"), ("p99", "in_flight_p99", "seconds")])
-        legend(plot)
+        plot = self._looks.over_time(
+            "in-flight", unit="seconds", label="time in flight", y_range=DataRange1d(range_padding=0.2), log=True
+        )
+        self._draw(
+            plot,
+            (Series("in_flight_p50", "p50", BLUE, "seconds"), Series("in_flight_p99", "p99", ORANGE, "seconds")),
+        )
         return plot
 
     def _growth(self) -> figure:
-        plot = self._figure("growth", "bytes_per_second", "memory a second", DataRange1d(range_padding=0.1))
-        grown = self._line(plot, "growth_bytes", ORANGE, "taken from the driver")
-        self._line(plot, "given_back", GREEN, "given back")
-        hover(
-            plot,
-            grown,
-            [("taken", "growth_bytes", "bytes_per_second"), ("given back", "release_bytes", "bytes_per_second")],
+        plot = self._looks.over_time(
+            "growth", unit="bytes_per_second", label="memory a second", y_range=DataRange1d(range_padding=0.1)
         )
-        legend(plot)
+        self._draw(
+            plot,
+            (
+                Series("growth_bytes", "taken from the driver", ORANGE, "bytes_per_second"),
+                Series("given_back", "given back", GREEN, "bytes_per_second"),
+            ),
+        )
         return plot
 
     def _retries(self) -> figure:
-        plot = self._figure(
-            "retries", "count", "allocations saved", DataRange1d(start=0, range_padding=0.1, min_interval=1)
-        )
-        self._stack(plot, ((f"retry_{step}", text, color) for step, (text, color) in STEP_LOOKS.items()))
-        errors = self._line(plot, "out_of_memory", RED, "errors raised")
-        hover(
+        y_range = DataRange1d(start=0, range_padding=0.1, min_interval=1)
+        plot = self._looks.over_time("retries", unit="count", label="allocations", y_range=y_range)
+        self._draw(
             plot,
-            errors,
-            [
-                *((text, f"retry_{step}", "count") for step, (text, _) in STEP_LOOKS.items()),
-                ("errors raised", "out_of_memory", "count"),
-            ],
+            (
+                *(Series(f"retry_{step}", text, hue, "number", "area") for step, (text, hue) in STEP_LOOKS.items()),
+                Series("out_of_memory", "errors raised", RED, "number"),
+            ),
         )
-        legend(plot)
         return plot
