@@ -64,6 +64,6 @@ def __getattr__(name: str) -> object:
         from allocator.devices import CudaDevice
 
         return CudaDevice
-    if name == "metrics":  # likewise: nobody pays for prometheus_client who does not use it
-        return importlib.import_module("allocator.metrics")
+    if name in ("cupy", "metrics"):  # likewise: nobody pays for a library that is not used
+        return importlib.import_module(f"allocator.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

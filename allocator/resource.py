@@ -16,12 +16,23 @@ class MemoryResource(Protocol):
         """`nbytes` for use on `stream`, at once."""
 
 
+class Holder(Protocol):
+    """Whatever holds one block of a pool: an `Allocation`, or what a library's arrays hold."""
+
+    _block: Any
+    _generation: int
+
+    @property
+    def closed(self) -> bool:
+        """True once it has been given back."""
+
+
 class Home(Protocol):
     """The pool of an `Allocation`, as the allocation sees it."""
 
     frees: deque[Any]
 
-    def declare_use(self, allocation: Allocation, stream: object) -> None:
+    def declare_use(self, allocation: Holder, stream: object) -> None:
         """`Allocation.record_stream`."""
 
     def free(self, allocation: Allocation, stream: object) -> None:

@@ -113,6 +113,11 @@ class Accounts:
         if self.allocated > self.high:
             self.high = self.allocated
 
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        shelves = self._shelves
+        return sum(len(shelf) for shelf in shelves.idle) + sum(1 for _ in shelves.retired()) + self._in_bins()
+
     def in_flight(self) -> int:
         """Bytes freed and not known to be finished."""
         shelves = self._shelves

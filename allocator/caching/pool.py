@@ -37,6 +37,7 @@ from allocator.caching.snapshot import snapshot
 from allocator.config import Config
 from allocator.devices import CudaDevice, Device
 from allocator.errors import AllocatorError, CorruptionError, DriverError, OutOfMemoryError, PoolClosed, StreamCapturing
+from allocator.resource import Holder
 from allocator.sizes import check_request, format_size, round_up
 from allocator.stats import Stats
 from allocator.streams import (
@@ -355,7 +356,7 @@ class CachingAllocator:
 
     # -- the other calls of an allocation --------------------------------------------------------
 
-    def declare_use(self, allocation: Allocation, stream: object) -> None:
+    def declare_use(self, allocation: Holder, stream: object) -> None:
         """`Allocation.record_stream`: one more user for the stamp (R3)."""
         self._registry.check_forked()
         if allocation.closed:
@@ -430,6 +431,7 @@ class CachingAllocator:
 
     def drain_frees(self) -> None:
         """Stamp the frees queued so far.  No driver call."""
+        self._registry.check_forked()
         with self._lock:
             self._frees.drain()
 
@@ -489,6 +491,30 @@ class CachingAllocator:
     def reserved_bytes(self) -> int:
         """Bytes held from the driver, as known at this moment.  No driver call, no lock."""
         return self._heap.reserved
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held by callers, after rounding.  Stamps the frees queued so far; no driver call."""
+        self.drain_frees()
+        return self._accounts.allocated
+
+    @property
+    def growth_bytes(self) -> int:
+        """Bytes ever taken from the driver.  No driver call, no lock."""
+        return self._accounts.growth_bytes
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds, in flight or idle.  O(blocks in flight); no driver call."""
+        self._registry.check_forked()
+        with self._lock:
+            self._frees.drain()
+            return self._accounts.free_blocks()
+
+    @property
+    def limit(self) -> int:
+        """Bytes that reserved memory never grows past; 0 = none."""
+        return self._growth.limit
 
     @property
     def in_flight_bytes(self) -> int:
@@ -735,7 +761,7 @@ class _Nowhere:
     def __init__(self) -> None:
         self.frees: deque[Any] = deque(maxlen=0)
 
-    def declare_use(self, allocation: Allocation, stream: object) -> None:
+    def declare_use(self, allocation: Holder, stream: object) -> None:
         """Nothing is in use."""
         if allocation.closed:
             raise ValueError("record_stream on a closed allocation: declare the use before the free")

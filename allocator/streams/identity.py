@@ -22,6 +22,9 @@ _LIBRARIES: Final = frozenset({"cupy", "torch", "cuda", "rmm", "numba", "pycuda"
 _DESTROYERS: Final = frozenset({("cupy.cuda.stream", "Stream")})
 """(module, class) of foreign objects that destroy their stream when they go."""
 
+_BORROWED_FROM: Final = "_foreign_stream_ref"
+"""Attribute of a CuPy Stream made by `from_external`: whose stream it is.  That one lives on when the wrapper goes."""
+
 _ATTRIBUTES: Final = ("handle", "ptr", "cuda_stream", "value")
 
 
@@ -93,8 +96,11 @@ def dies_with(owner: object) -> bool:
     Of other objects we only know that they keep the stream alive while they live: PyTorch's streams live for ever, and
     wrappers come and go.
     """
-    cls = type(owner)
-    return isinstance(owner, OwnedHandle) or (cls.__module__, cls.__name__) in _DESTROYERS
+    if isinstance(owner, OwnedHandle):
+        return True
+    if not any((cls.__module__, cls.__name__) in _DESTROYERS for cls in type(owner).__mro__):
+        return False
+    return getattr(owner, _BORROWED_FROM, None) is None
 
 
 def is_special(handle: int) -> bool:

@@ -84,7 +84,8 @@ class Registry:
         """Captures and graphs that hooks have told us of (R10)."""
         self.orphan_events: deque[int] = deque()
         """Driver events whose user-facing `Event` is gone; likewise."""
-        self._owners: dict[int, Timeline] = {}
+        self.owners: dict[int, Timeline] = {}
+        """Timelines by the `id` of the object that owns their stream; whoever looks here checks with `is` (R8)."""
         self._next = 2
         self._sweep_at = 8
         self.local = threading.local()
@@ -113,7 +114,7 @@ class Registry:
         first sight, `cuStreamIsCapturing`, `cuStreamGetId`, and at first sight `cuStreamGetFlags`.
         Raises StreamCapturing while the stream captures (R10), TypeError, ValueError, StreamClosed.
         """
-        line = self._owners.get(id(stream))
+        line = self.owners.get(id(stream))
         if line is not None and line.owner is stream and not line.ended:
             return line
         self.check_usable()
@@ -169,7 +170,7 @@ class Registry:
                 raise StreamClosed("the stream has been closed; make a new one")
             elif owner is not None and line.owner is None:
                 line.owner = owner
-                self._owners[id(owner)] = line
+                self.owners[id(owner)] = line
         self.sweep()
         return line
 
@@ -181,7 +182,7 @@ class Registry:
         self.lines[line.number] = line
         self.streams[identity] = line
         if owner is not None:
-            self._owners[id(owner)] = line
+            self.owners[id(owner)] = line
         return line
 
     def new_graph_line(self) -> Timeline:
@@ -190,6 +191,17 @@ class Registry:
         self._next += 1
         self.lines[line.number] = line
         return line
+
+    def new_unknown_line(self) -> Timeline:
+        """A timeline for a stream that exists but cannot be asked who it is: it gates whatever may be used on it.
+
+        It is never found over by itself: a context event speaks for it, or `Sealing.identify`.
+        """
+        with self.lock:
+            line = Timeline(self._next, Kind.NON_BLOCKING, name="unknown")
+            self._next += 1
+            self.lines[line.number] = line
+            return line
 
     def all_pools(self) -> list[Drains]:
         """The pools that stamp blocks with these timelines.  Not under the lock."""
@@ -408,7 +420,7 @@ class Registry:
         """Take the owner out, for the caller to drop outside the lock (R9).  Under the lock."""
         owner, line.owner = line.owner, None
         if owner is not None:
-            self._owners.pop(id(owner), None)
+            self.owners.pop(id(owner), None)
         return owner
 
     def sweep(self) -> None:
@@ -417,16 +429,16 @@ class Registry:
         Costs O(streams), so it runs when their number has doubled since last time, at `stats()` and before a
         pool grows.  No driver call: `Sealing.end_finished` makes them.
         """
-        if len(self._owners) >= self._sweep_at:
+        if len(self.owners) >= self._sweep_at:
             self.sweep_now()
 
     def sweep_now(self) -> None:
         """`sweep`, at once."""
         with self.lock:
-            for line in list(self._owners.values()):
+            for line in list(self.owners.values()):
                 if not line.ended and self.only_ours(line):
                     self.finished.append(line)
-            self._sweep_at = max(8, 2 * len(self._owners))
+            self._sweep_at = max(8, 2 * len(self.owners))
 
     def only_ours(self, line: Timeline) -> bool:
         """Does only the timeline hold the foreign object that owns the stream?  Under the lock.

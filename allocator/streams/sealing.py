@@ -392,6 +392,27 @@ class Sealing:
             line.end()
         self._seal_and_release(line, given)
 
+    def identify(self, unknown: Timeline, line: Timeline) -> bool:
+        """The stream that an unknown timeline stood for turns out to be `line`'s: what that has done, both have.
+
+        False where `line` can be neither asked nor sealed now, as in a capture.  Driver calls: a query, or a record.
+        """
+        registry = self.registry
+        with registry.lock:
+            unknown.end()
+            point = (unknown, unknown.closed)
+        if self.query(line):
+            registry.mark([point])
+            return True
+        sealed = self.seal(line)
+        if sealed is None:
+            return False
+        with registry.lock:
+            sealed.proves.append(point)
+            if sealed.done:
+                registry.complete(*point)
+        return True
+
     def let_go(self, line: Timeline) -> None:
         """Nobody but us holds the foreign object that owns the stream: seal the stream while we can, and drop it.
 

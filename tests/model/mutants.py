@@ -392,8 +392,8 @@ MUTANTS: Final = (
         "scene: two_streams_that_compare_equal",
         (
             f"{REGISTRY}.resolve",
-            "line = self._owners.get(id(stream))",
-            "line = next((l for l in self._owners.values() if l.owner == stream), None)",
+            "line = self.owners.get(id(stream))",
+            "line = next((l for l in self.owners.values() if l.owner == stream), None)",
         ),
         (f"{REGISTRY}.resolve", "line.owner is stream", "line.owner == stream"),
     ),

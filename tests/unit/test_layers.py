@@ -28,6 +28,9 @@ LAYERS: dict[str, int] = {
     "stress": 7,
     "cli": 8,
 }
+# allocator/<name>.py is the public name of one integration, and does nothing but re-export it.
+FACES = {"cupy": "allocator.integrations.cupy"}
+LAYERS |= dict.fromkeys(FACES, LAYERS["integrations"])
 # Within layer 0 the modules are one group and may use each other; everything else that shares a layer may not.
 FACE = "allocator"  # allocator/__init__.py re-exports from everywhere, and nothing below the integrations uses it
 FACE_FROM = 5
@@ -99,6 +102,10 @@ def violations(source: str, module: str, *, is_package: bool = False, known: fro
         if own not in LAYERS:
             bad(f"{own} has no layer; add it to the list")
             continue
+        if own in FACES:
+            if target != FACES[own]:
+                bad(f"{module} re-exports {FACES[own]} and does nothing else")
+            continue
         # `from allocator import caching` and `from allocator.caching import ladder` name modules too.
         reached = {name for name in full if name in known or name == target} - {FACE}
         taken_from_face = target == FACE and any(f"{FACE}.{n}" not in known for n in names)
@@ -117,6 +124,11 @@ def violations(source: str, module: str, *, is_package: bool = False, known: fro
             if name.count(".") > 1 and other in LAYERS and LAYERS[other] != 0:
                 bad(f"another package is used by its front only: from allocator.{other} import ...")
     return wrong
+
+
+def test_a_face_re_exports_its_integration_and_nothing_else() -> None:
+    assert violations("from allocator.integrations.cupy import install", "allocator.cupy") == []
+    assert violations("from allocator.caching import CachingAllocator", "allocator.cupy")
 
 
 def test_every_import_obeys_the_layers() -> None:

@@ -1,0 +1,215 @@
+"""Switching CuPy over to Weir, and back.
+
+    install     CuPy's allocator and its default pool are ours; one pool a device, made at first use
+    uninstall   both are what they were; live arrays stay valid, and go back to the pool that made them
+
+Rule: the process has one installation, as CuPy has one allocator.  What a program did before still holds: limits set
+on CuPy's pool or in `CUPY_GPU_MEMORY_LIMIT`, an allocator that it chose itself after us.
+Next: memory.py (the hot path), watch.py (the streams).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from allocator.caching import CachingAllocator
+from allocator.config import Config
+from allocator.devices import CudaDevice, Device
+from allocator.integrations.cupy import library
+from allocator.integrations.cupy.memory import Hook, HookUse, Memory, Route
+from allocator.integrations.cupy.pool import MemoryPool
+from allocator.integrations.cupy.watch import Classes, Watch
+
+
+class Installation:
+    """The state of this process.  classes: what is watched; CuPy's own by default."""
+
+    def __init__(self, classes: Classes) -> None:
+        self._lock = threading.RLock()
+        self._ask_stream: Callable[[], Any] = library.current_stream
+        self._routes: dict[int, Route] = {}
+        self._made: set[int] = set()
+        """Devices whose pool is ours, not the user's."""
+        self._past: list[CachingAllocator] = []
+        """Pools of earlier installations that still had memory with arrays."""
+        self._before: tuple[Any, Any] | None = None
+        """(allocator, default pool) that CuPy had before; None while not installed."""
+        self._simulated: Device | None = None
+        self.hook = Hook(self._current_stream, self._route_of, null=library.Stream.null)
+        self.malloc = self.hook.malloc
+        """CuPy's allocator: one object for the life of the process."""
+        self.face = MemoryPool(self.pool_now, self.malloc)
+        self.watch = Watch(
+            classes, self._device_of, library.captures_are_known, self._current_stream, _memory_hooks_are_in_use
+        )
+
+    # -- on and off --------------------------------------------------------------------------------
+
+    def install(
+        self, pool: CachingAllocator | None = None, *, current_stream: Callable[[], Any] | None = None
+    ) -> CachingAllocator:
+        """See `allocator.cupy.install`."""
+        if pool is not None and not isinstance(pool, CachingAllocator):
+            raise TypeError(f"install takes a CachingAllocator or None, not {type(pool).__name__}")
+        if current_stream is not None and not callable(current_stream):
+            raise TypeError("current_stream must be callable and return the stream to allocate on")
+        with self._lock:
+            before = (self._ask_stream, self._simulated, self.hook.alone, dict(self._routes), set(self._made))
+            try:
+                if current_stream is not None:
+                    self._ask_stream = current_stream
+                if pool is not None:
+                    self._use(pool)
+                result = pool if pool is not None else self.pool_now()
+                self.watch.start()
+                first = self._before is None
+                found = (library.get_allocator(), library.default_pool())
+                library.set_allocator(self.malloc)  # ValueError inside `using_allocator`
+            except BaseException:
+                self._ask_stream, self._simulated, self.hook.alone, self._routes, self._made = before
+                raise
+            if first:
+                self._before = found
+            library.set_default_pool(self.face)
+            return result
+
+    def _use(self, pool: CachingAllocator) -> None:
+        ordinal = pool.device.ordinal
+        self._retire(ordinal)
+        self._routes[ordinal] = route = Route(pool)
+        self._simulated = pool.device if pool.device.simulated else None
+        self.hook.alone = route if self._simulated is not None or library.device_count() == 1 else None
+
+    def _retire(self, ordinal: int) -> None:
+        """Another pool takes this one's place; its arrays stay with it."""
+        route = self._routes.pop(ordinal, None)
+        self.hook.alone = None
+        if route is None:
+            return
+        self._past.append(route.pool)
+        if ordinal in self._made:
+            self._made.discard(ordinal)
+            route.pool.close()
+
+    def uninstall(self) -> None:
+        """See `allocator.cupy.uninstall`."""
+        with self._lock:
+            if self._before is not None:
+                allocator, pool = self._before
+                if library.get_allocator() == self.malloc:
+                    library.set_allocator(allocator)  # ValueError inside `using_allocator`: nothing has changed yet
+                if library.default_pool() is self.face:
+                    library.set_default_pool(pool)
+                self._before = None
+            for ordinal in list(self._routes):
+                self._retire(ordinal)
+            self._simulated = None
+            self._ask_stream = library.current_stream
+            self._past = [pool for pool in self._past if not _at_rest(pool)]
+            if not self._past:  # else a stream that nobody saw could use an array of ours
+                self.watch.stop()
+
+    @property
+    def installed(self) -> bool:
+        """Is CuPy's allocator ours?"""
+        return self._before is not None
+
+    # -- which pool --------------------------------------------------------------------------------
+
+    def pools(self) -> dict[int, CachingAllocator]:
+        """The pools in use, by device ordinal."""
+        with self._lock:
+            return {ordinal: route.pool for ordinal, route in sorted(self._routes.items())}
+
+    def pool_now(self) -> CachingAllocator:
+        """The current device's pool, made at first use."""
+        alone = self.hook.alone
+        return (alone if alone is not None else self._route(self._device_now())).pool
+
+    def _current_stream(self) -> Any:
+        return self._ask_stream()
+
+    def _device_now(self) -> int:
+        return self._simulated.ordinal if self._simulated is not None else library.current_device()
+
+    def _ordinal_of(self, stream: Any) -> int:
+        ordinal = getattr(stream, "device_id", -1)  # -1: legacy, per-thread and borrowed streams, of the current device
+        return ordinal if isinstance(ordinal, int) and ordinal >= 0 else self._device_now()
+
+    def _device_of(self, stream: Any) -> Device | None:
+        if self._simulated is not None:
+            return self._simulated
+        try:
+            ordinal = self._ordinal_of(stream)
+        except Exception:  # CuPy cannot tell: no driver
+            return None
+        route = self._routes.get(ordinal)
+        return route.pool.device if route is not None else CudaDevice(ordinal)
+
+    def _route_of(self, stream: Any) -> Route:
+        if not self.watch.on:
+            self.watch.start()  # used by name, without `install`
+        return self._route(self._ordinal_of(stream) if self._simulated is None else self._simulated.ordinal)
+
+    def _route(self, ordinal: int) -> Route:
+        route = self._routes.get(ordinal)
+        if route is None:
+            with self._lock:
+                route = self._routes.get(ordinal)
+                if route is None:
+                    device = CudaDevice(ordinal)
+                    route = Route(CachingAllocator(device, self._config(device), name=f"cupy:{ordinal}"))
+                    self._made.add(ordinal)
+                    self._routes[ordinal] = route
+                    if library.device_count() == 1:
+                        self.hook.alone = route
+        return route
+
+    def _config(self, device: Device) -> Config:
+        """`WEIR_*`, and where that names no limit, the one that CuPy's own pool has."""
+        config = Config.from_env(device_memory=device.total_memory)
+        if config.limit:
+            return config
+        size, share = library.limit_setting(os.environ)
+        limit = size if size is not None else int(share * device.total_memory) if share is not None else 0
+        if not limit and ordinal_is_current(device.ordinal):
+            pool = self._before[1] if self._before is not None else library.default_pool()
+            limit = int(pool.get_limit()) if pool is not self.face else 0
+        return replace(config, limit=limit) if limit else config
+
+    # -- what users call on arrays -----------------------------------------------------------------
+
+    def record_stream(self, array: object, stream: object) -> None:
+        """See `allocator.cupy.record_stream`."""
+        memory = library.memory_of(array)
+        if not isinstance(memory, Memory):
+            raise ValueError(
+                f"the array's memory is not Weir's but a {type(memory).__name__}: it was made before install(), or by "
+                "another allocator, which has its own rules"
+            )
+        if memory.ptr:
+            memory.pool.declare_use(memory, stream)
+
+
+def ordinal_is_current(ordinal: int) -> bool:
+    """Is it the calling thread's current device?"""
+    try:
+        return library.current_device() == ordinal
+    except Exception:  # CuPy cannot tell: no driver
+        return False
+
+
+def _at_rest(pool: CachingAllocator) -> bool:
+    """Does no array hold memory of the pool any more?"""
+    try:
+        return pool.allocated_bytes == 0
+    except Exception:  # forked: nothing here will be used again
+        return True
+
+
+def _memory_hooks_are_in_use() -> None:
+    HookUse.seen = True
