@@ -44,6 +44,7 @@ FEW: Final = 4_000
 COLUMNS: Final = ("left", "right", "top", "bottom", "shade", "address", "size", "state", "count")
 STREAM: Final = "stream"
 IDLE: Final = "#c3c7cc"
+"""As the page has it in light; page.js puts the dark one in its place."""
 IN_FLIGHT: Final = 1
 IDLE_STATE: Final = 2
 
@@ -62,7 +63,7 @@ LEGEND: Final = (
     f'<span class="by-stream">{legend((("live", BLUE, "area"), ("in flight: paler", paler(BLUE), "area")))}'
     '<span class="entry">the colour is the stream\'s, as in the table above</span></span>'
     f'<span class="by-state">{legend((("live", BLUE, "area"), ("in flight", ORANGE, "area")))}</span>'
-    + legend((("idle", IDLE, "area"),))
+    + legend((("idle", "var(--idle)", "area"),))
 )
 BY_STATE: Final = (IDLE, *([BLUE] * len(HUES)), *([ORANGE] * len(HUES)))
 
@@ -253,6 +254,8 @@ class MapPanel:
             toolbar_location="right",
             output_backend="canvas",
             lod_threshold=None,
+            background_fill_color=None,
+            border_fill_color=None,
         )
         plot.toolbar.logo = None
         blocks = plot.quad(

@@ -13,7 +13,7 @@ Next: panels.py, heatmap.py, address_map.py, words.py, and page.html with page.c
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import resources
 from typing import Any, Final, cast
 
@@ -64,9 +64,12 @@ class Page:
         sheets = [InlineStyleSheet(css=_read("words.css"))]
         self._head = Div(name="head", stylesheets=sheets, sizing_mode="stretch_width")
         self._streams = Div(name="streams", stylesheets=sheets, sizing_mode="stretch_width")
-        self._select = Select(name="pool", options=[], visible=False, width=260)
-        self._windows = RadioButtonGroup(name="window", labels=[text for text, _ in WINDOWS], active=FIRST_WINDOW)
-        self._colors = RadioButtonGroup(name="colors", labels=["by stream", "by state"], active=0)
+        widgets = [InlineStyleSheet(css=_read("widgets.css"))]
+        self._select = Select(name="pool", options=[], visible=False, width=220, stylesheets=widgets)
+        self._windows = RadioButtonGroup(
+            name="window", labels=[text for text, _ in WINDOWS], active=FIRST_WINDOW, stylesheets=widgets
+        )
+        self._colors = RadioButtonGroup(name="colors", labels=["by stream", "by state"], active=0, stylesheets=widgets)
         self._pool = next(iter(history.pools()), None)
         columns = {} if self._pool is None else self._pool.since(0)
         rows = rows_of(columns)
@@ -126,7 +129,7 @@ class Page:
             "active",
             CustomJS(
                 args={"mapper": self._map.mapper, "palettes": [list(BY_STREAM), list(BY_STATE)]},
-                code="mapper.palette = palettes[cb_obj.active]; document.body.dataset.colors = cb_obj.active;",
+                code="mapper.palette = palettes[cb_obj.active]; window.weirColors(cb_obj.active);",
             ),
         )
         self._ack.on_change("tags", self._acknowledged)
@@ -155,8 +158,10 @@ class Page:
     def _ask(self) -> None:
         """In the history's thread: a sample was taken."""
         if not self._asked:
-            self._asked = True
-            self._doc.add_next_tick_callback(self._turn)
+            # Of a document that its server takes apart at this moment, any part may be missing.
+            with suppress(Exception):
+                self._doc.add_next_tick_callback(self._turn)
+                self._asked = True
 
     def _turn(self) -> None:
         self._asked = False
@@ -169,7 +174,7 @@ class Page:
             self._show(next(iter(pools), None))
         labels = [one.label for one in pools]
         if self._select.options != labels:
-            self._select.update(options=labels, visible=len(labels) > 1)
+            self._select.update(options=labels, visible=bool(labels))
         if self._pool is not None and self._select.value != self._pool.label:
             self._select.value = self._pool.label
         if self._last - self._seen > AHEAD:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from bokeh.models import (
     AdaptiveTicker,
+    BasicTicker,
     CustomJSHover,
     CustomJSTickFormatter,
     DataRange1d,
@@ -102,6 +103,8 @@ class Looks:
             )
         elif unit == "count":
             axis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=4, num_minor_ticks=0)
+        elif unit in ("share", "number"):
+            axis.ticker = BasicTicker(desired_num_ticks=5, num_minor_ticks=0)
         elif unit == "seconds":
             axis.ticker = LogTicker(mantissas=[1], desired_num_ticks=5, num_minor_ticks=0)
 
@@ -120,6 +123,8 @@ class Looks:
             toolbar_location=None,
             min_border_right=16,
             lod_threshold=None,
+            background_fill_color=None,
+            border_fill_color=None,
         )
         plot.xaxis[0].update(
             formatter=self.ticks("clock"), ticker=DatetimeTicker(desired_num_ticks=4, num_minor_ticks=0)

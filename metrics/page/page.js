@@ -11,7 +11,7 @@
     const color = (name) => style.getPropertyValue(name).trim();
     const [text, faint, line, card] = ["--text", "--faint", "--line", "--card"].map(color);
     const looks = {
-      figure: {background_fill_color: card, border_fill_color: card, outline_line_color: line},
+      figure: {outline_line_color: line},
       axis: {axis_label_text_color: faint, major_label_text_color: faint, axis_line_color: line,
         major_tick_line_color: line, minor_tick_line_color: null, axis_label_text_font_style: "normal",
         axis_label_text_font_size: "11px", major_label_text_font_size: "11px"},
@@ -28,6 +28,8 @@
           if (model.type.endsWith("Axis")) set(model, looks.axis);
           else if (model.type === "Grid") set(model, looks.grid);
           else if (model.type === "ColorBar") set(model, looks.bar);
+          else if (model.type === "LinearColorMapper" && model.name === "blocks-colors")
+            set(model, {palette: [color("--idle"), ...model.palette.slice(1)]});
           else if (model.type === "Quad" && model.name === "foreground") set(model, {line_color: {value: text}});
           else if (model.type === "Quad" && root.name === "map" && model.name !== "foreground")
             set(model, {line_color: {value: card}});
@@ -37,6 +39,7 @@
   }
 
   paint();
+  window.weirColors = (which) => { document.body.dataset.colors = which; paint(); };
   asked.addEventListener("change", paint);
   window.weirReady = () => { paint(); document.documentElement.dataset.ready = "yes"; };
   window.weirLost = () => { document.getElementById("lost").style.display = "block"; };
