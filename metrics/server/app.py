@@ -32,6 +32,7 @@ from bokeh.util.token import check_token_signature, generate_secret_key
 from tornado.httputil import HTTPServerRequest
 from tornado.iostream import StreamClosedError
 from tornado.web import RequestHandler
+from tornado.websocket import WebSocketClosedError
 
 from allocator.metrics.server.access import Access, Verdict
 from allocator.metrics.server.readings import Form, Health, Metrics, Snapshots, Unknown, form_of
@@ -48,6 +49,7 @@ GAP_S: Final = 0.05
 HEALTH_S: Final = 5.0
 """A device that has not answered after so long is not well."""
 PING_S: Final = 20.0
+GOODBYE_S: Final = 1.0
 PIECE: Final = 64 << 10
 
 _ALWAYS: Final = {
@@ -169,15 +171,18 @@ class App(BokehTornado):
         except (ValueError, KeyError, TypeError):  # not even a token
             return False
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Close every live page and let the worker go."""
+        self.worker.stop()
         self.stop(wait=False)
+        deadline = self.io_loop.time() + GOODBYE_S
         for socket in list(self.sockets):
             socket.drop()
+        while self.sockets and self.io_loop.time() < deadline:  # they say goodbye to their sessions
+            await asyncio.sleep(0.001)
         for session in list(self.page.sessions):
             with contextlib.suppress(Exception):  # a page's own clean-up must not keep the server
                 session.destroy()
-        self.worker.stop()
 
 
 def _no_log(handler: RequestHandler) -> None:
@@ -319,6 +324,11 @@ class Socket(WSHandler):
     def open(self) -> None:
         self.application.sockets.add(self)
         super().open()
+
+    async def send_message(self, message: Any) -> None:
+        """Without a word in the log where the page has just been closed."""
+        with contextlib.suppress(WebSocketClosedError):
+            await message.send(self)
 
     def drop(self) -> None:
         """Close at once, without waiting for the other side's goodbye."""

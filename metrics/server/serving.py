@@ -205,7 +205,7 @@ class Server:
         finally:
             http.end()
             history.stop()  # before the pages that it would still tell
-            app.end()
+            await app.end()
 
     def after_fork_in_child(self) -> None:
         """Let go of the parent's sockets.  Not of its event loop: the two processes share what that waits on."""
