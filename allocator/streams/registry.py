@@ -435,10 +435,9 @@ class Registry:
     def sweep_now(self) -> None:
         """`sweep`, at once."""
         with self.lock:
-            for line in list(self.owners.values()):
-                if not line.ended and self.only_ours(line):
-                    self.finished.append(line)
-            self._sweep_at = max(8, 2 * len(self.owners))
+            alone = [line for line in self.owners.values() if not line.ended and self.only_ours(line)]
+            self.finished.extend(alone)
+            self._sweep_at = max(8, 2 * (len(self.owners) - len(alone)))
 
     def only_ours(self, line: Timeline) -> bool:
         """Does only the timeline hold the foreign object that owns the stream?  Under the lock.

@@ -174,7 +174,9 @@ class Watch:
 
     def _after_init(self, original: Callable[..., Any], stream: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(stream, *args, **kwargs)
-        self.see(stream)
+        seen = self.see(stream)
+        if seen is not None and (seen[0].finished or seen[0].unended):
+            Sealing(seen[0]).end_finished()  # a program that makes streams for ever lets go of as many
         return result
 
     def _after_use(self, original: Callable[..., Any], stream: Any, *args: Any, **kwargs: Any) -> Any:

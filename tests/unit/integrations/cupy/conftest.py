@@ -1,0 +1,73 @@
+"""CuPy's arrays over a simulated device: the whole hook, without a GPU.  What a test leaves behind is judged."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import cupy
+import pytest
+
+from allocator import CachingAllocator, Config, SimDevice
+from allocator.integrations.cupy.installation import Installation
+from allocator.integrations.cupy.watch import Classes
+from tests.unit.integrations.cupy.fakes import FakeCupy
+
+
+@pytest.fixture
+def gpu() -> Iterator[SimDevice]:
+    """A device that must see no race and no violation."""
+    device = SimDevice(memory=1 << 30)
+    yield device
+    assert device.races == []
+    assert device.violations == []
+
+
+@pytest.fixture
+def library(gpu: SimDevice) -> FakeCupy:
+    """CuPy's streams and events on it."""
+    return FakeCupy(gpu)
+
+
+Start = Callable[..., CachingAllocator]
+
+
+@pytest.fixture
+def installation(library: FakeCupy) -> Iterator[Installation]:
+    """An installation of its own, not switched on yet."""
+    before = (cupy.cuda.get_allocator(), cupy.get_default_memory_pool())
+    found = Installation(Classes(library.BaseStream, library.Event))
+    yield found
+    found.uninstall()
+    gc.collect()
+    found.uninstall()  # nothing of ours is alive now, so the methods are put back as well
+    assert (cupy.cuda.get_allocator(), cupy.get_default_memory_pool()) == before
+    assert not found.watch.on
+
+
+@pytest.fixture
+def start(gpu: SimDevice, library: FakeCupy, installation: Installation) -> Iterator[Start]:
+    """Make a pool with these settings and let CuPy allocate from it."""
+    made: list[CachingAllocator] = []
+
+    def begin(**config: object) -> CachingAllocator:
+        pool = CachingAllocator(gpu, config=Config(**config))  # type: ignore[arg-type]  # settings of any type
+        made.append(pool)
+        installation.install(pool, current_stream=library.current)
+        return pool
+
+    yield begin
+    for handle in list(gpu._held):
+        while gpu._held.get(handle):
+            gpu.resume(handle)
+    gc.collect()
+    gpu.run_until_idle()
+    for pool in made:
+        pool.check()
+        pool.close()
+
+
+@pytest.fixture
+def pool(start: Start) -> CachingAllocator:
+    """The pool that CuPy allocates from, as it comes."""
+    return start()

@@ -1,0 +1,318 @@
+"""The memory behind CuPy's arrays: whose it is, how long it lives, and what CuPy is told."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import pickle
+import threading
+from typing import Any
+
+import cupy
+import pytest
+
+from allocator import CachingAllocator, SimDevice
+from allocator.integrations.cupy.memory import HookUse, Memory
+from tests.unit.integrations.cupy.conftest import Start
+from tests.unit.integrations.cupy.fakes import FakeCupy, array, span
+
+MIB = 1 << 20
+
+
+def test_an_array_holds_memory_of_the_pool(pool: CachingAllocator) -> None:
+    a = cupy.ndarray((1000,), dtype=cupy.float32)
+    memory = a.data.mem
+    assert isinstance(memory, Memory)
+    assert memory.size == 4096 == pool.allocated_bytes and memory.requested == 4000
+    assert memory.device_id == 0 and memory.pool is pool and not memory.closed
+    assert memory.identity == "Weir" and "4096 bytes" in repr(memory)
+    assert a.data.ptr == memory.ptr and memory.ptr % 512 == 0
+
+
+def test_the_size_is_the_whole_block_for_programs_that_write_over_all_of_it(pool: CachingAllocator) -> None:
+    for nbytes in (1, 511, 512, 513, 5 * MIB + 1):
+        assert array(nbytes).data.mem.size == (nbytes + 511) // 512 * 512
+    assert pool.allocated_bytes == 0
+
+
+def test_s26_zero_bytes_are_pointer_zero_and_no_driver_call(pool: CachingAllocator, gpu: SimDevice) -> None:
+    array(1)
+    allocations = pool.stats().allocations
+    before = dict(gpu.calls)
+    pointer = cupy.cuda.alloc(0)
+    assert (pointer.ptr, pointer.mem.ptr, pointer.mem.size) == (0, 0, 0)
+    pointer.mem.free()
+    del pointer
+    assert cupy.ndarray((0, 5)).data.ptr == 0
+    assert dict(gpu.calls) == before
+    assert pool.stats().allocations == allocations
+
+
+@pytest.mark.parametrize("nbytes", [-1, -512])
+def test_s26_a_negative_size_raises(pool: CachingAllocator, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="negative"):
+        cupy.cuda.alloc(nbytes)
+    assert pool.allocated_bytes == 0
+
+
+def test_numbers_of_other_kinds_are_sizes_too(pool: CachingAllocator) -> None:
+    import numpy
+
+    assert cupy.cuda.alloc(numpy.int64(700)).mem.size == 1024
+    with pytest.raises(TypeError):
+        cupy.cuda.alloc(7.5)
+
+
+def test_views_slices_and_reshapes_keep_the_memory_until_the_last_goes(pool: CachingAllocator) -> None:
+    whole = cupy.ndarray((64, 64), dtype=cupy.float32)
+    ptr, held = whole.data.ptr, pool.allocated_bytes
+    views = [whole[3:], whole.reshape(-1), whole.T, whole[::2, 1], whole.view(cupy.int32), whole.ravel()[5:9]]
+    del whole
+    while views:
+        assert pool.allocated_bytes == held
+        again = cupy.ndarray((64, 64), dtype=cupy.float32)
+        assert again.data.ptr != ptr
+        del again
+        views.pop()
+    assert pool.allocated_bytes == 0
+    assert cupy.ndarray((64, 64), dtype=cupy.float32).data.ptr == ptr
+
+
+ORDERS = list(itertools.permutations(("memory", "container", "other")))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["-".join(o) for o in ORDERS])
+@pytest.mark.parametrize("way", ["list", "dict", "object", "closure"])
+def test_every_array_in_a_dead_cycle_is_freed_whatever_was_made_first(
+    pool: CachingAllocator, order: tuple[str, ...], way: str
+) -> None:
+    """50 of 50: CuPy's own `PythonFunctionAllocator` frees none where the container is younger than the memory."""
+
+    class Node:
+        pass
+
+    def cycle() -> None:
+        made: dict[str, Any] = {}
+        for what in order:
+            made[what] = array(4096) if what == "memory" else Node()
+        container, other = made["container"], made["other"]
+        container.other, other.container = other, container
+        if way == "list":
+            container.held = [made["memory"], other]
+        elif way == "dict":
+            container.held = {"memory": made["memory"], "back": container}
+        elif way == "object":
+            container.memory = made["memory"]
+        else:
+            memory = made["memory"]
+            container.call = lambda: (memory, container)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(50):
+            cycle()
+        assert pool.allocated_bytes == 50 * 4096  # nothing but a collection can end them
+        gc.collect()
+        assert pool.allocated_bytes == 0
+    finally:
+        gc.enable()
+    pool.check()
+
+
+def test_an_array_held_by_a_caught_exception_lives_as_long_as_it(pool: CachingAllocator) -> None:
+    def fail() -> None:
+        held = array(4096)
+        raise RuntimeError(str(held.size))
+
+    try:
+        fail()
+    except RuntimeError as error:
+        caught = error
+    assert pool.allocated_bytes == 4096
+    del caught
+    assert pool.allocated_bytes == 0
+
+
+def test_an_allocation_that_fails_half_way_leaves_nothing(pool: CachingAllocator, gpu: SimDevice) -> None:
+    gpu.fail("cuMemCreate", error="CUDA_ERROR_UNKNOWN")
+    with pytest.raises(Exception, match="cuMemCreate"):
+        array(MIB)
+    assert pool.allocated_bytes == 0
+    pool.check()
+    assert array(MIB).data.mem.size == MIB
+
+
+def test_s22_the_last_reference_may_die_in_any_thread(pool: CachingAllocator) -> None:
+    held = [array(4096) for _ in range(20)]
+    threads = [threading.Thread(target=held.pop) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pool.allocated_bytes == 0
+    pool.check()
+
+
+def test_s15_threads_with_their_own_streams_share_the_pool(pool: CachingAllocator, library: FakeCupy) -> None:
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            with library.Stream(non_blocking=bool(seed % 2)) as stream:
+                for i in range(200):
+                    a, b = array(1000 + seed * i % 7000), array(512)
+                    stream.kernel(reads=(a,), writes=(b,))
+                    view = a[1:]
+                    del a
+                    stream.kernel(writes=(view,))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert pool.allocated_bytes == 0
+    pool.check()
+
+
+def test_free_gives_the_memory_back_at_once_and_only_once(pool: CachingAllocator) -> None:
+    memory = array(4096).data.mem
+    memory.free()
+    assert memory.closed and memory.ptr == 0 and pool.allocated_bytes == 0
+    memory.free()
+    other = array(4096)
+    del memory
+    gc.collect()
+    assert pool.allocated_bytes == 4096
+    del other
+
+
+def test_memory_keeps_its_pool(start: Start, gpu: SimDevice) -> None:
+    start()
+    a = array(4096)
+    gc.collect()
+    where = span(a)
+    assert a.data.mem.pool.allocated_bytes == where[1]
+
+
+# -- out of memory ----------------------------------------------------------------------------------
+
+
+def test_failing_for_good_is_cupys_own_error_with_our_numbers(start: Start) -> None:
+    pool = start(limit=4 * MIB, wait_timeout=0.0)
+    held = array(4 * MIB)
+    with pytest.raises(cupy.cuda.memory.OutOfMemoryError) as caught:
+        array(MIB)
+    assert type(caught.value) is cupy.cuda.memory.OutOfMemoryError
+    assert "limit set to: 4,194,304 bytes" in str(caught.value) and "allocated so far: 4,194,304" in str(caught.value)
+    assert any("pool" in note for note in caught.value.__notes__)
+    assert caught.value.__cause__ is None and caught.value.__context__ is None
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    del held
+    pool.check()
+
+
+def test_a_retry_collects_dead_cycles_before_it_gives_up(start: Start) -> None:
+    start(limit=4 * MIB)
+    gc.disable()
+    try:
+        cycle: list[Any] = [array(4 * MIB)]
+        cycle.append(cycle)
+        del cycle
+        assert array(4 * MIB).size == 4 * MIB
+    finally:
+        gc.enable()
+
+
+def test_s07_an_error_that_is_kept_keeps_no_memory(start: Start) -> None:
+    pool = start(limit=4 * MIB, wait_timeout=0.0)
+    held = [array(2 * MIB), array(2 * MIB)]
+    with pytest.raises(cupy.cuda.memory.OutOfMemoryError) as caught:
+        array(4 * MIB)
+    held.clear()
+    assert array(4 * MIB).size == 4 * MIB
+    assert caught.value is not None and pool.allocated_bytes == 0
+
+
+# -- CuPy's memory hooks ----------------------------------------------------------------------------
+
+
+class Listener(cupy.cuda.MemoryHook):  # type: ignore[misc]  # CuPy's classes have no types
+    name = "listener"
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, dict[str, int]]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.endswith("process"):
+            return lambda **named: self.heard.append((name, named))
+        return super().__getattribute__(name)
+
+
+def test_memory_hooks_hear_what_cupys_own_pool_would_tell_them(pool: CachingAllocator) -> None:
+    HookUse.seen = True
+    with Listener() as listener:
+        a = cupy.cuda.alloc(1000)
+        memory, ptr = id(a.mem), a.ptr
+        del a
+        b = cupy.cuda.alloc(1000)
+        assert b.ptr == ptr
+    names = [name for name, _ in listener.heard]
+    assert names == [
+        "malloc_preprocess", "alloc_preprocess", "alloc_postprocess", "malloc_postprocess",
+        "free_preprocess", "free_postprocess", "malloc_preprocess", "malloc_postprocess",
+    ]  # fmt: skip
+    told = dict(listener.heard[:6])
+    assert told["malloc_preprocess"] == {"device_id": 0, "size": 1000, "mem_size": 1024}
+    assert told["alloc_preprocess"] == {"device_id": 0, "mem_size": 2 * MIB}
+    assert told["alloc_postprocess"] == {"device_id": 0, "mem_size": 2 * MIB, "mem_ptr": ptr}
+    assert told["malloc_postprocess"] == {
+        "device_id": 0, "size": 1000, "mem_size": 1024, "mem_ptr": ptr, "pmem_id": memory,
+    }  # fmt: skip
+    assert told["free_preprocess"] == told["free_postprocess"]
+    assert told["free_preprocess"] == {"device_id": 0, "mem_size": 1024, "mem_ptr": ptr, "pmem_id": memory}
+    del b
+    assert len(listener.heard) == 8  # outside the `with` nothing is heard
+    assert pool.allocated_bytes == 0
+
+
+def test_memory_hooks_hear_of_an_allocation_that_fails(start: Start) -> None:
+    start(limit=2 * MIB, wait_timeout=0.0)
+    HookUse.seen = True
+    with Listener() as listener, pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+        cupy.cuda.alloc(4 * MIB)
+    assert [name for name, _ in listener.heard] == [
+        "malloc_preprocess", "alloc_preprocess", "alloc_postprocess", "malloc_postprocess",
+    ]  # fmt: skip
+    assert listener.heard[-1][1] == {
+        "device_id": 0, "size": 4 * MIB, "mem_size": 4 * MIB, "mem_ptr": 0, "pmem_id": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_memory_hook_that_raises_at_a_free_loses_no_memory(pool: CachingAllocator) -> None:
+    class Broken(cupy.cuda.MemoryHook):  # type: ignore[misc]  # CuPy's classes have no types
+        name = "broken"
+
+        def free_preprocess(self, **named: int) -> None:
+            raise RuntimeError("broken")
+
+    HookUse.seen = True
+    with Broken():
+        a = array(4096)
+        del a
+    assert pool.allocated_bytes == 0
+
+
+def test_the_hot_path_makes_no_driver_call(pool: CachingAllocator, library: FakeCupy, gpu: SimDevice) -> None:
+    with library.Stream():
+        array(4096)
+        before = dict(gpu.calls)
+        for _ in range(1000):
+            array(4096)
+        assert dict(gpu.calls) == before
+    assert pool.stats().allocations["same_stream"] >= 1000
