@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from allocator.metrics.collector import AllocatorCollector, MultiprocessModeError
 from allocator.metrics.dashboards import grafana_dashboard, prometheus_rules
+from allocator.metrics.history import History
+from allocator.metrics.page import make_document
 from allocator.metrics.registration import register, unregister
 
 if TYPE_CHECKING:
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllocatorCollector",
+    "History",
     "MultiprocessModeError",
     "Server",
     "grafana_dashboard",
+    "make_document",
     "prometheus_rules",
     "register",
     "serve",

@@ -259,6 +259,7 @@ class MapPanel:
         )
         plot.toolbar.logo = None
         blocks = plot.quad(
+            name="blocks-map",
             left="left",
             right="right",
             top="top",

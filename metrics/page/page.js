@@ -41,7 +41,7 @@
   paint();
   window.weirColors = (which) => { document.body.dataset.colors = which; paint(); };
   asked.addEventListener("change", paint);
-  window.weirReady = () => { paint(); document.documentElement.dataset.ready = "yes"; };
+  window.weirReady = () => { paint(); document.documentElement.dataset.ready = "yes"; performance.mark("weir-ready"); };
   window.weirLost = () => { document.getElementById("lost").style.display = "block"; };
   document.getElementById("theme").addEventListener("click", () => {
     try { localStorage.setItem(key, theme() === "dark" ? "light" : "dark"); } catch { /* for this visit only */ }

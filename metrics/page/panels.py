@@ -238,7 +238,7 @@ class TimePanels:
 
     def _in_flight(self) -> figure:
         plot = self._looks.over_time(
-            "in-flight", unit="seconds", label="time in flight", y_range=DataRange1d(range_padding=0.2), log=True
+            "in-flight", unit="seconds", label="time in flight", y_range=Range1d(8e-6, 80), log=True
         )
         self._draw(
             plot,
