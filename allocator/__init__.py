@@ -7,6 +7,7 @@ importing them needs no GPU, no driver and no other library.  Next: docs/concept
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from allocator.allocation import Allocation
@@ -29,6 +30,7 @@ from allocator.stats import Stats
 from allocator.streams import Event, Stream, current_stream, stream
 
 if TYPE_CHECKING:
+    from allocator import cupy as cupy
     from allocator import metrics as metrics
     from allocator.devices import CudaDevice
 
@@ -67,3 +69,21 @@ def __getattr__(name: str) -> object:
     if name in ("cupy", "metrics"):  # likewise: nobody pays for a library that is not used
         return importlib.import_module(f"allocator.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _install_as_asked() -> None:
+    """`WEIR_AUTOINSTALL=1`: importing this package is enough.  What stands in the way is a warning, never an error."""
+    wanted = os.environ.get("WEIR_AUTOINSTALL", "").strip().lower()
+    if wanted in ("", "0", "false", "no", "off"):
+        return
+    try:
+        if wanted not in ("1", "true", "yes", "on"):
+            raise ValueError(f"write 1 or 0, not {wanted!r}")
+        importlib.import_module("allocator.cupy").install()
+    except (ImportError, AllocatorError, ValueError) as error:
+        import warnings
+
+        warnings.warn(f"WEIR_AUTOINSTALL: nothing was installed: {error}", RuntimeWarning, stacklevel=3)
+
+
+_install_as_asked()

@@ -64,6 +64,8 @@ class Installation:
                     self._ask_stream = current_stream
                 if pool is not None:
                     self._use(pool)
+                elif self._simulated is None:
+                    library.device_count()  # says in one sentence what is missing
                 result = pool if pool is not None else self.pool_now()
                 self.watch.start()
                 first = self._before is None

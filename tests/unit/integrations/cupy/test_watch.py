@@ -1,6 +1,7 @@
 """Seeing every stream, learning from the program's own marks, and captures.
 
-CuPy's streams are played on the simulator, and each test ends with no race: the oracle watches every kernel.  Controls show that it would have seen one.
+CuPy's streams are played on the simulator, and each test ends with no race: the oracle watches every kernel.
+Controls show that it would have seen one.
 """
 
 from __future__ import annotations
