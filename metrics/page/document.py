@@ -13,7 +13,7 @@ Next: panels.py, heatmap.py, address_map.py, words.py, and page.html with page.c
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from importlib import resources
 from typing import Any, Final, cast
 
@@ -158,10 +158,11 @@ class Page:
     def _ask(self) -> None:
         """In the history's thread: a sample was taken."""
         if not self._asked:
-            # Of a document that its server takes apart at this moment, any part may be missing.
-            with suppress(Exception):
+            self._asked = True  # before the turn is asked for, which may come at once
+            try:
                 self._doc.add_next_tick_callback(self._turn)
-                self._asked = True
+            except Exception:  # of a document that its server takes apart at this moment, any part may be missing
+                self._asked = False
 
     def _turn(self) -> None:
         self._asked = False
