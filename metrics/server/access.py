@@ -81,10 +81,12 @@ class Access:
             return Verdict(
                 405, f"{method} is not for this server; it only answers GET and HEAD", {"Allow": "GET, HEAD"}
             )
-        if (refusal := self._judge_site(headers)) is not None:
+        bearer = self._is_bearer(headers)
+        # No page can make a browser send that header to us, so whoever does may be a proxy under any name.
+        if not bearer and (refusal := self._judge_site(headers)) is not None:
             return refusal
         given = query.get("token", ())
-        known = self._knows(headers)
+        known = bearer or self._has_cookie(headers)
         if self._token is not None and given and path not in OPEN:
             if not any(hmac.compare_digest(value, self._token) for value in given):
                 return self._ask("that is not the token")
@@ -95,12 +97,14 @@ class Access:
             return self._judge_host(headers)
         return None
 
-    def _knows(self, headers: Mapping[str, str]) -> bool:
+    def _is_bearer(self, headers: Mapping[str, str]) -> bool:
+        scheme, _, value = headers.get("Authorization", "").partition(" ")
+        given = _bytes(value.strip())
+        return self._token is not None and scheme.lower() == "bearer" and hmac.compare_digest(given, self._token)
+
+    def _has_cookie(self, headers: Mapping[str, str]) -> bool:
         if self._token is None:
             return False
-        scheme, _, value = headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(_bytes(value.strip()), self._token):
-            return True
         cookies: SimpleCookie = SimpleCookie()
         try:
             cookies.load(headers.get("Cookie", ""))

@@ -31,7 +31,7 @@ from bokeh.server.views.ws import WSHandler
 from bokeh.util.token import check_token_signature, generate_secret_key
 from tornado.httputil import HTTPServerRequest
 from tornado.iostream import StreamClosedError
-from tornado.web import RequestHandler
+from tornado.web import HTTPError, RequestHandler
 from tornado.websocket import WebSocketClosedError
 
 from allocator.metrics.server.access import Access, Verdict
@@ -189,7 +189,21 @@ def _no_log(handler: RequestHandler) -> None:
     """A stranger's request is no line in the program's log."""
 
 
-class _Safe(RequestHandler):
+class _Quiet(RequestHandler):
+    """Errors in one line, and none of a stranger's making in the program's log."""
+
+    def log_exception(self, kind: Any, value: Any, trace: Any) -> None:
+        """Only what is this server's fault."""
+        if not isinstance(value, HTTPError):
+            super().log_exception(kind, value, trace)
+
+    def write_error(self, status_code: int, **options: Any) -> None:
+        """What went wrong inside is in the log."""
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(f"{http.HTTPStatus(status_code).phrase.lower()}\n")
+
+
+class _Safe(_Quiet):
     """Headers that every answer has."""
 
     application: App
@@ -202,10 +216,6 @@ class _Safe(RequestHandler):
     def compute_etag(self) -> str | None:
         """None: the next answer is another one."""
         return None
-
-    def write_error(self, status_code: int, **options: Any) -> None:
-        """One line; what went wrong inside is in the log."""
-        self.say(http.HTTPStatus(status_code).phrase.lower())
 
     def say(self, text: str) -> None:
         """Answer with one line."""
@@ -304,19 +314,15 @@ class Page(_Safe, DocHandler):
             await answer
 
 
-class Static(StaticHandler):
+class Static(_Quiet, StaticHandler):
     """Bokeh's scripts.  They may be kept: their addresses change with their content."""
 
     def set_extra_headers(self, path: str) -> None:
         for name in ("X-Content-Type-Options", "Cross-Origin-Resource-Policy", "Referrer-Policy"):
             self.set_header(name, _ALWAYS[name])
 
-    def write_error(self, status_code: int, **options: Any) -> None:
-        self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(f"{http.HTTPStatus(status_code).phrase.lower()}\n")
 
-
-class Socket(WSHandler):
+class Socket(_Quiet, WSHandler):
     """`/ws`: counted, so that the number of live pages is bounded."""
 
     application: App

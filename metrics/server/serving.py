@@ -23,6 +23,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Final
 
@@ -34,7 +35,6 @@ _log = logging.getLogger("allocator.metrics")
 
 PORT: Final = 9478
 BACKLOG: Final = 128
-START_S: Final = 30.0
 STOP_S: Final = 5.0
 
 _servers: set[Server] = set()
@@ -110,12 +110,18 @@ class Server:
             name="weir-metrics",
             daemon=True,
         )
+        self._closed = False
         self._thread.start()
-        self._ready.wait(START_S)
+        try:
+            self._ready.wait()
+        except BaseException:  # Ctrl-C: nobody else could close it
+            self.close()
+            raise
         if self._error is not None:
+            self._closed = True
+            self._thread.join()
             error, self._error = self._error, None
             raise error
-        self._closed = False
         _servers.add(self)
 
     @property
@@ -198,14 +204,13 @@ class Server:
         app.start()
         http.add_socket(self._socket)
         http.begin()
-        history.start()
-        try:
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(app.end)
+            history.start()
+            ends.callback(history.stop)  # before the pages that it would still tell
+            ends.callback(http.end)
             self._ready.set()
             await stop.wait()
-        finally:
-            http.end()
-            history.stop()  # before the pages that it would still tell
-            await app.end()
 
     def after_fork_in_child(self) -> None:
         """Let go of the parent's sockets.  Not of its event loop: the two processes share what that waits on."""
@@ -249,7 +254,8 @@ def _resolve(addr: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
         found = socket.getaddrinfo(addr or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise OSError(errno.EADDRNOTAVAIL, f"there is no address {addr!r}; 127.0.0.1 is this machine") from error
-    return [(family, tuple(place)) for family, _, _, _, place in found]
+    places = [(family, tuple(place)) for family, _, _, _, place in found]
+    return sorted(places, key=lambda place: place[0] != socket.AF_INET)  # of localhost's two, the one that all know
 
 
 def _bind(family: int, place: tuple[Any, ...], addr: str, port: int) -> socket.socket:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -522,6 +523,44 @@ def test_what_fails_in_the_servers_thread_is_the_callers_error(
     assert not any(thread.name == "weir-metrics" for thread in threading.enumerate())
 
 
+def test_what_fails_at_the_end_is_logged_and_the_rest_ends(
+    pool: CachingAllocator, history: NoHistory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop() -> None:
+        raise LookupError("no end today")
+
+    monkeypatch.setattr(history, "stop", stop)
+    before = set(threading.enumerate())
+    server = serve(pool, port=0)
+    server.close()
+    assert f"the metrics server on port {server.port} has ended: no end today" in caplog.text
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+    assert set(threading.enumerate()) <= before
+
+
+def test_an_interrupt_while_it_starts_closes_it(
+    pool: CachingAllocator, history: NoHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ready(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            super().wait(timeout)
+            raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    own = SimpleNamespace(Event=Ready, Thread=threading.Thread, current_thread=threading.current_thread)
+    monkeypatch.setattr(serving, "threading", own)
+    with pytest.raises(KeyboardInterrupt):
+        serve(pool, port=0)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+    assert set(threading.enumerate()) <= before
+
+
+def test_localhost_is_where_everybody_looks(start: Start, pool: CachingAllocator) -> None:
+    assert start(pool, addr="localhost").url.startswith("http://127.0.0.1:")
+
+
 def test_it_serves_under_a_running_event_loop(start: Start, pool: CachingAllocator) -> None:
     async def cell() -> Server:
         loop = asyncio.get_running_loop()
@@ -581,7 +620,7 @@ def test_closing_ends_every_thread_and_frees_the_port(start: Start, pool: Cachin
 
 
 def test_closing_does_not_wait_for_a_pool_that_hangs(
-    start: Start, pool: CachingAllocator, monkeypatch: pytest.MonkeyPatch
+    start: Start, pool: CachingAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start(pool)
     hung, go_on = threading.Event(), threading.Event()
@@ -599,6 +638,7 @@ def test_closing_does_not_wait_for_a_pool_that_hangs(
             assert hung.wait(30)
             server.close()
             assert read_all(client) == b""
+        assert not caplog.records
     finally:
         go_on.set()
 

@@ -142,6 +142,18 @@ def test_a_token_in_the_address_becomes_a_cookie_and_leaves_the_address(open_to_
     assert judge(open_to_all, "/ws", {**AWAY, "Cookie": f"other=1; {cookie.partition(';')[0]}"}) is None
 
 
+def test_a_proxy_that_sends_the_token_may_have_another_name(open_to_all: Access) -> None:
+    proxied = {"Host": "127.0.0.1:9478", "Origin": "https://dash.example", "Authorization": f"Bearer {TOKEN}"}
+    assert judge(open_to_all, "/ws", proxied) is None
+    welcome = judge(open_to_all, "/", AWAY, token=TOKEN)
+    assert welcome is not None
+    cookie = welcome.headers["Set-Cookie"].partition(";")[0]
+    del proxied["Authorization"]
+    refused = judge(open_to_all, "/ws", {**proxied, "Cookie": cookie})
+    assert refused is not None
+    assert refused.status == 403
+
+
 def test_a_link_from_another_site_goes_on_by_itself_as_the_cookie_is_strict(open_to_all: Access) -> None:
     link = {**AWAY, "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
     verdict = judge(open_to_all, "/", link, token=TOKEN)

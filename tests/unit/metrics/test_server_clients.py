@@ -60,7 +60,9 @@ def well(server: Server) -> bool:
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ],
 )
-def test_a_malformed_request_gets_an_error_or_nothing(server: Server, request_: bytes) -> None:
+def test_a_malformed_request_gets_an_error_or_nothing(
+    server: Server, request_: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with dial(server) as client:
         client.sendall(request_)
         client.shutdown(socket.SHUT_WR)
@@ -68,6 +70,20 @@ def test_a_malformed_request_gets_an_error_or_nothing(server: Server, request_: 
     assert answer == b"" or answer.split(b" ")[1] in (b"400", b"403", b"404", b"405"), answer
     assert b"Traceback" not in answer
     assert well(server)
+    assert not [record for record in caplog.records if record.levelname != "INFO"]  # a stranger writes no log
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/snapshot?pool=%ff", 400), ("/?token=%ff", 200), ("/static/js/none.js", 404), ("/x%00y", 404)],
+)
+def test_odd_paths_are_answered_without_a_word_in_the_log(
+    server: Server, path: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, _, body = ask(server, path)
+    assert found == status
+    assert b"Traceback" not in body
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
 def test_headers_without_an_end_are_cut_off(server: Server) -> None:
