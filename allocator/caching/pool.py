@@ -499,9 +499,9 @@ class CachingAllocator:
         return self._accounts.allocated
 
     @property
-    def growth_bytes(self) -> int:
-        """Bytes ever taken from the driver.  No driver call, no lock."""
-        return self._accounts.growth_bytes
+    def new_memory_allocations(self) -> int:
+        """Allocations so far that memory nobody had used before served.  No driver call, no lock."""
+        return self._accounts.served["new_memory"]
 
     @property
     def free_blocks(self) -> int:

@@ -206,7 +206,7 @@ class Hook:
     def _malloc_watched(self, nbytes: int) -> Any:
         """The same with CuPy's memory hooks told, in the order and with the arguments of its own pool.
 
-        Memory taken from the driver is told after the fact: bytes that the pool grew by.
+        "Allocated from the GPU" is, as with that pool, what no array has had before; it is told after the fact.
         """
         stream = self._current_stream()
         route = self.alone if self.alone is not None else self._route_of(stream)
@@ -216,17 +216,17 @@ class Hook:
         for hook in hooks:
             hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=rounded)
         memory: Memory | None = None
-        before = route.pool.growth_bytes
+        before = route.pool.new_memory_allocations
         try:
             memory = self._take_slowly(nbytes, stream, route)
         finally:
-            grown = route.pool.growth_bytes - before
+            new = route.pool.new_memory_allocations != before
             ptr, key = (memory.ptr, id(memory)) if memory is not None else (0, 0)
-            if grown or memory is None:
+            if new or memory is None:
                 for hook in hooks:
-                    hook.alloc_preprocess(device_id=device, mem_size=grown or rounded)
+                    hook.alloc_preprocess(device_id=device, mem_size=rounded)
                 for hook in hooks:
-                    hook.alloc_postprocess(device_id=device, mem_size=grown or rounded, mem_ptr=ptr)
+                    hook.alloc_postprocess(device_id=device, mem_size=rounded, mem_ptr=ptr)
             for hook in hooks:
                 hook.malloc_postprocess(device_id=device, size=nbytes, mem_size=rounded, mem_ptr=ptr, pmem_id=key)
         return MemoryPointer(memory, 0)

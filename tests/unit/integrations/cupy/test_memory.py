@@ -268,8 +268,8 @@ def test_memory_hooks_hear_what_cupys_own_pool_would_tell_them(pool: CachingAllo
     ]  # fmt: skip
     told = dict(listener.heard[:6])
     assert told["malloc_preprocess"] == {"device_id": 0, "size": 1000, "mem_size": 1024}
-    assert told["alloc_preprocess"] == {"device_id": 0, "mem_size": 2 * MIB}
-    assert told["alloc_postprocess"] == {"device_id": 0, "mem_size": 2 * MIB, "mem_ptr": ptr}
+    assert told["alloc_preprocess"] == {"device_id": 0, "mem_size": 1024}
+    assert told["alloc_postprocess"] == {"device_id": 0, "mem_size": 1024, "mem_ptr": ptr}
     assert told["malloc_postprocess"] == {
         "device_id": 0, "size": 1000, "mem_size": 1024, "mem_ptr": ptr, "pmem_id": memory,
     }  # fmt: skip
@@ -278,6 +278,20 @@ def test_memory_hooks_hear_what_cupys_own_pool_would_tell_them(pool: CachingAllo
     del b
     assert len(listener.heard) == 8  # outside the `with` nothing is heard
     assert pool.allocated_bytes == 0
+
+
+def test_cupys_own_line_profile_adds_up(pool: CachingAllocator) -> None:
+    import io
+
+    HookUse.seen = True
+    hook = cupy.cuda.memory_hooks.LineProfileHook()
+    del [cupy.cuda.alloc(1000)][0]
+    with hook:
+        held = [cupy.cuda.alloc(1000), cupy.cuda.alloc(2000)]
+    held.clear()
+    report = io.StringIO()
+    hook.print_report(file=report)
+    assert "_root (3.00KB, 2.00KB)" in report.getvalue()  # handed out, and thereof not had by an array before
 
 
 def test_memory_hooks_hear_of_an_allocation_that_fails(start: Start) -> None:
