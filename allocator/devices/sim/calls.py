@@ -394,7 +394,7 @@ class DriverCalls(Context):
             self.contents.fill(ptr, nbytes, value, self._own_access(call, ptr, nbytes, stream, write=True), earlier)
 
     def mem_copy_to_host_async(self, host: int, ptr: int, nbytes: int, stream: int) -> None:
-        """As to pageable memory: returns when the bytes are there.  That proves nothing; waiting for the stream does."""
+        """As to pageable memory: returns with the bytes there, which proves nothing; waiting for the stream does."""
         call = "cuMemcpyDtoHAsync"
         self.before(call)
         with WORLD.lock:
@@ -402,7 +402,8 @@ class DriverCalls(Context):
             self.kill(call, capture.UNSUPPORTED, capture.forbids())
             node = self._own_access(call, ptr, nbytes, stream, write=False)
             self.wait_on_host(call, [node])
-            ctypes.memmove(host, bytes(self.contents.read(ptr, nbytes, self.clock.now)), nbytes)
+            data = self.contents.read(ptr, nbytes, self.clock.now)
+            ctypes.memmove(host, (ctypes.c_char * nbytes).from_buffer(data), nbytes)
 
     def _own_access(self, call: str, ptr: int, nbytes: int, stream: int, *, write: bool) -> Node:
         """Queue work of the pool's own on these bytes."""
