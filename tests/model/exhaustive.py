@@ -1,6 +1,6 @@
 """Runs every program of a universe: `python -m tests.model.exhaustive --length 6 --jobs 2`.
 
-Work is cut into the programs' first two steps.  `--state FILE` notes each such unit when it is done, so that a
+`--graphs` runs those with graph captures instead (captures.py).  Work is cut into the programs' first two steps.  `--state FILE` notes each such unit when it is done, so that a
 run can be broken off and taken up again; `--shard 1/4` takes every fourth unit.  Exit status 1 if a right program
 went wrong, with the program in one line, which `--program` plays again.
 """
@@ -17,14 +17,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.model.captures import GRAPH_UNIVERSES, GRAPHS_BY_NAME, GraphEnumeration
+from tests.model.contract import GraphUniverse
 from tests.model.enumerate import Enumeration
+from tests.model.graphs import GraphPlayer
 from tests.model.programs import Player, Program, Step, Universe, forget_pools, is_right, judge, parse, text
 from tests.model.universes import BY_NAME, UNIVERSES
+
+ALL_BY_NAME: dict[str, Universe] = {**BY_NAME, **GRAPHS_BY_NAME}
 
 FRESH = 256
 """Programs played on one pool before a new one is made: its close is then tested as well."""
 MOST_FAILURES = 5
 """Failures told of one unit."""
+
+
+def player_for(universe: Universe) -> Player:
+    """What plays the programs of a universe."""
+    return GraphPlayer(universe) if isinstance(universe, GraphUniverse) else Player(universe)
+
+
+def enumeration_for(universe: Universe, length: int) -> Enumeration | GraphEnumeration:
+    """All programs of a universe."""
+    return GraphEnumeration(universe, length) if isinstance(universe, GraphUniverse) else Enumeration(universe, length)
 
 
 @dataclass
@@ -55,13 +70,14 @@ def check_all(universe: Universe, programs: Iterator[Program], unit: Unit) -> Un
     try:
         for program in programs:
             if player is None:
-                player, played = Player(universe), 0
+                player, played = player_for(universe), 0
             wrong = player.run(program)
             unit.programs += 1
             played += 1
             if wrong is not None:
                 refused = [i for i, block in enumerate(player.blocks) if block is None]
-                if is_right(universe, program, player.answers, refused):
+                # With captures only right programs are generated.
+                if isinstance(player, GraphPlayer) or is_right(universe, program, player.answers, refused):
                     unit.failures.append(f"{unit.universe}: {text(program)}: {wrong}")
                     if len(unit.failures) >= MOST_FAILURES:
                         break
@@ -92,13 +108,17 @@ def _close(player: Player, unit: Unit, program: Program) -> None:
 def run_unit(unit: Unit) -> Unit:
     """One unit of work, in whichever process."""
     gc.freeze()  # the modules are not looked at again by every collection
-    universe = BY_NAME[unit.universe]
-    return check_all(universe, Enumeration(universe, unit.length).programs(unit.prefix), unit)
+    universe = ALL_BY_NAME[unit.universe]
+    return check_all(universe, enumeration_for(universe, unit.length).programs(unit.prefix), unit)
 
 
 def units_of(names: Sequence[str], length: int, shard: tuple[int, int]) -> list[Unit]:
     """What there is to do, in the order of the universes."""
-    units = [Unit(name, length, prefix) for name in names for prefix in Enumeration(BY_NAME[name], length).prefixes(2)]
+    units = [
+        Unit(name, length, prefix)
+        for name in names
+        for prefix in enumeration_for(ALL_BY_NAME[name], length).prefixes(2)
+    ]
     return units[shard[0] - 1 :: shard[1]]
 
 
@@ -106,16 +126,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m tests.model.exhaustive", description=__doc__)
     parser.add_argument("--length", type=int, default=6)
-    parser.add_argument("--universe", action="append", choices=sorted(BY_NAME), help="default: all of them")
+    parser.add_argument("--universe", action="append", choices=sorted(ALL_BY_NAME), help="default: all of them")
+    parser.add_argument("--graphs", action="store_true", help="the universes with graph captures")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--shard", default="1/1", help="which part of how many, such as 1/4")
     parser.add_argument("--state", type=Path, help="file of the units that are done; taken up again")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no unit after this time")
     parser.add_argument("--program", help="play this one program instead, on --universe")
     options = parser.parse_args(argv)
-    names = options.universe or [universe.name for universe in UNIVERSES]
+    names = options.universe or [universe.name for universe in (GRAPH_UNIVERSES if options.graphs else UNIVERSES)]
     if options.program:
-        wrong = judge(BY_NAME[names[0]], parse(options.program))
+        universe, program = ALL_BY_NAME[names[0]], parse(options.program)
+        if isinstance(universe, GraphUniverse):
+            wrong = GraphPlayer(universe).run(program)
+        else:
+            wrong = judge(universe, program)
         print(wrong or "nothing went wrong, or the program itself is wrong")
         return int(wrong is not None)
     part, parts = map(int, options.shard.split("/"))

@@ -1,0 +1,247 @@
+"""Plays small programs with graph captures on the real pool, as a library with hooks would.
+
+The player makes the calls to `Captures` that a library's hooks make, and looks for
+
+    races, violations      of the simulator; of the branches within one graph it looks itself
+    a capture killed       its end fails
+    a graph robbed         memory that it uses was given to somebody else when it is launched
+    memory lost            in flight although all graphs have gone and everything is idle
+
+Each program is followed by steps that show whether it left the pool with a wrong belief (`GraphPlayer._closing`).
+Next: contract.py (which programs are right), captures.py (all of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from allocator import OutOfMemoryError
+from allocator.devices.sim.capture import Graph
+from allocator.errors import DriverError
+from allocator.streams import Capture, GraphToken, Kind
+from tests.model.contract import Contract, GraphUniverse, Op
+from tests.model.programs import DURATION_NS, SIZES, Player, Program, Step
+
+EVERY = 8
+"""Programs after which memory goes back to the driver: in between, the next one finds what this one left idle."""
+
+
+class Wrong(AssertionError):
+    """What the player found, apart from races and violations."""
+
+
+class GraphPlayer(Player):
+    """Plays programs with captures, one after the other, on one pool."""
+
+    universe: GraphUniverse
+
+    def __init__(self, universe: GraphUniverse) -> None:
+        super().__init__(universe)
+        self.captures = self.pool._registry.captures
+        with self.gpu.scope():
+            self._event = self.gpu.event_create()
+        self._played = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.blocks.clear()
+        self.contract = Contract.start(self.universe)
+        self._spans: list[tuple[int, int]] = []
+        self._active: list[Capture | None] = []
+        self._graphs: list[tuple[Graph, GraphToken] | None] = []
+        self._inside: list[list[tuple[Op, int]]] = []
+
+    def take(self, step: Step) -> None:
+        """One step, on the pool and in the contract."""
+        word, *args = step
+        self._words[word](*args)
+        self.contract.take(step)
+
+    # -- words ------------------------------------------------------------------------------------
+
+    def do_alloc(self, slot: int, size: int) -> None:
+        """A block; the stream writes it at once, if it may."""
+        stream, block = self.streams[slot], len(self.blocks)
+        try:
+            made = self.pool.allocate(SIZES[size], stream=stream)
+        except OutOfMemoryError:
+            self.blocks.append(None)
+            self._spans.append((0, 0))
+            return
+        self.blocks.append(made)
+        self._spans.append((made.ptr, made.ptr + made.size))
+        if not self.contract.forbidden(slot):
+            self._kernel(slot, [block])
+
+    def do_work(self, slot: int) -> None:
+        """A kernel that writes all that it may."""
+        self._kernel(slot, self.contract.usable(slot))
+
+    def do_use(self, block: int, slot: int) -> None:
+        """A kernel of another stream than the owner's; declared unless the universe says otherwise."""
+        found = self._live(block)
+        if found is not None:
+            if not self.universe.assumed:
+                found.record_stream(self.streams[slot])
+            self._kernel(slot, [block])
+
+    def _kernel(self, slot: int, blocks: Sequence[int]) -> None:
+        found = [(i, block) for i in blocks if (block := self._live(i)) is not None]
+        self.gpu.launch(self.streams[slot], DURATION_NS, writes=[block for _, block in found])
+        number = self.contract.capture_of(slot)
+        if number < 0:
+            return
+        graph = self.contract.graphs[number]
+        op = (slot, graph.steps[slot] + 1)
+        for i, _ in found:
+            for other, j in self._inside[number]:
+                if i != j and self._overlap(i, j) and not graph.behind(slot, other):
+                    raise Wrong(f"within graph {number}, blocks {j} and {i} have the same bytes and no order")
+            self._inside[number].append((op, i))
+
+    def _overlap(self, one: int, two: int) -> bool:
+        a, b = self._spans[one], self._spans[two]
+        return a[0] < b[1] and b[0] < a[1]
+
+    def do_begin(self, slot: int) -> None:
+        """As a library's hook does: say so, then let the driver begin."""
+        stream = self.streams[slot]
+        capture = self.captures.begin(stream.line, stream.handle)
+        self._active.append(capture)
+        self._graphs.append(None)
+        self._inside.append([])
+        self.gpu.begin_capture(stream, "global")
+
+    def do_end(self, slot: int) -> None:
+        """The driver ends it, then say so."""
+        number = self.contract.capture_of(slot)
+        capture = self._active[number]
+        assert capture is not None
+        self._active[number] = None
+        try:
+            graph = self.gpu.end_capture(self.streams[slot])
+        except DriverError as error:
+            self.captures.end(capture)
+            raise Wrong(f"the capture was killed: {error}") from None
+        self._graphs[number] = graph, self.captures.end(capture)
+
+    def do_wait(self, slot: int, other: int) -> None:
+        """The stream waits for the other, and so joins a capture that the other takes part in."""
+        number = self.contract.capture_of(other)
+        if number < 0:
+            self.do_wait_stream(slot, other)
+            return
+        capture, waiting = self._active[number], self.streams[slot]
+        assert capture is not None
+        with self.gpu.program_scope():
+            self.gpu.event_record(self._event, self.streams[other].handle)
+            self.captures.join(capture, waiting.line, waiting.handle)
+            self.gpu.stream_wait_event(waiting.handle, self._event)
+
+    def do_launch(self, number: int, slot: int) -> None:
+        """The graph, on any stream: what it uses must still be its own."""
+        found = self._graphs[number]
+        assert found is not None
+        seen = self.contract.graphs[number]
+        for i in seen.items:
+            mine = self.contract.blocks[i].made_in
+            for j in range(i + 1, len(self.blocks)):
+                inner = self.contract.blocks[j].made_in == mine == number
+                if self.blocks[j] is not None and self.blocks[i] is not None and not inner and self._overlap(i, j):
+                    raise Wrong(f"graph {number} lives and uses block {i}, whose memory was given to block {j}")
+        if seen.launches and seen.launches[-1][0] != slot and self.contract.capture_of(slot) < 0:
+            with self.gpu.program_scope():  # what the driver sees to: launches of one graph do not overlap
+                self.gpu.event_record(self._event, self.streams[seen.launches[-1][0]].handle)
+                self.gpu.stream_wait_event(self.streams[slot].handle, self._event)
+        found[0].launch(self.streams[slot])
+
+    def do_drop(self, number: int) -> None:
+        """The graph is destroyed, perhaps while a replay runs."""
+        found = self._graphs[number]
+        assert found is not None
+        found[0].close()
+        self._graphs[number] = None
+
+    # -- a whole program ----------------------------------------------------------------------------
+
+    def run(self, program: Program) -> str | None:
+        """Play one program and what shows whether it left the pool with a wrong belief.  What went wrong, or None."""
+        self._clear()
+        pool = self.pool
+        try:
+            for step in program:
+                self.take(step)
+            pool.check()
+            for step in self._closing():
+                self.take(step)
+                if wrong := self.wrong():
+                    return f"{wrong}; found by {' '.join(map(str, step))} in the end"
+            pool.check()
+            wrong = self.wrong() or self._leave()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return wrong
+
+    def _closing(self) -> Iterator[Step]:
+        """End what captures; let every stream take what the pool thinks is free, and launch the graphs on each.
+
+        Then let them die while their replays run, and take again what the pool thinks is free.
+        """
+        contract, slots = self.contract, range(len(self.streams))
+        contract.universe = replace(self.universe, blocks=99)
+        contract.touched = -1
+        for graph in list(contract.graphs):
+            if graph.over:
+                continue
+            for slot in graph.steps:
+                if contract.allows(("wait", graph.origin, slot)):
+                    yield ("wait", graph.origin, slot)
+            yield ("end", graph.origin)
+        yield from self._grab()
+        for number, graph in enumerate(contract.graphs):
+            if not graph.alive:
+                continue
+            for slot in slots:
+                if contract.allows(("launch", number, slot)):
+                    yield ("launch", number, slot)
+        for number, graph in enumerate(contract.graphs):
+            if graph.alive:
+                yield ("drop", number)
+        yield ("stats",)
+        yield from self._grab()
+
+    def _grab(self) -> Iterator[Step]:
+        for size in self.universe.sizes:
+            for slot in range(len(self.streams)):
+                if self.contract.allows(("alloc", slot, size)):
+                    yield ("alloc", slot, size)
+
+    def _leave(self) -> str | None:
+        """Nothing may be left of the program once everything is idle."""
+        pool, gpu = self.pool, self.gpu
+        for block in self.blocks:
+            if block is not None:
+                block.close()
+        gpu.run_until_idle()
+        pool.stats()
+        pool.settle()
+        stats = pool.stats()
+        if stats.in_flight_bytes or stats.private_bytes:
+            return f"lost: {stats.in_flight_bytes} bytes in flight, {stats.private_bytes} of graphs, all idle"
+        pool._sealing.close_context()  # nobody asks for the graphs that no memory waits for
+        captures, lines = self.captures, pool._registry.lines.values()
+        if captures.numbers or captures.dying or captures.active or any(line.kind is Kind.GRAPH for line in lines):
+            return f"lost: timelines of graphs {captures.numbers}"
+        self._played += 1
+        if self._played % EVERY == 1:
+            pool.trim()
+            if gpu.used_bytes:
+                return f"leak: {gpu.used_bytes} bytes held after settle and trim"
+        with gpu.scope():
+            gpu.ctx_synchronize()
+        frees = pool._frees
+        frees.crossing, frees._first = False, None  # as in a new pool
+        pool._shelves.crossing = False
+        frees.sealed()
+        return self.wrong()
