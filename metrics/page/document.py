@@ -2,9 +2,9 @@
 
 Rules:
 
-* A sample is sent once, as rows added to a source; never the hour again.  Only another pool, chosen by the visitor or
-  come in the place of one that is gone, sends everything.
-* The browser says which row it has seen.  One that does not keep up gets nothing more until it does: what it missed
+* A sample is sent once, as rows added to a source.  Only another pool or another window of time, chosen by the visitor
+  or come in the place of a pool that is gone, sends all that is shown.
+* The browser says which update it has seen.  One that does not keep up gets nothing more until it does: what it missed
   comes in one piece then, and nothing piles up here for a visitor who is asleep.
 * The document is touched by its own event loop only; the history's thread just asks for a turn.
 
@@ -13,7 +13,10 @@ Next: panels.py, heatmap.py, address_map.py, words.py, and page.html with page.c
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final, cast
 
@@ -24,26 +27,41 @@ from allocator.metrics.history import History, PoolHistory
 from allocator.metrics.page.address_map import BY_STATE, BY_STREAM, LEGEND, MapPanel
 from allocator.metrics.page.heatmap import Heatmap
 from allocator.metrics.page.looks import Looks
-from allocator.metrics.page.panels import TimePanels, rows_of
+from allocator.metrics.page.panels import Rows, TimePanels, rows_of
 from allocator.metrics.page.words import head, stream_table
 
 TITLE: Final = "Weir: memory pools"
 AHEAD: Final = 5
-"""Rows that may be on their way to the browser."""
-WINDOWS: Final = (("1 min", 60), ("5 min", 300), ("15 min", 900), ("1 h", 3600))
-FIRST_WINDOW: Final = 1
+"""Updates that may be on their way to the browser."""
+ROWS: Final = 300
+"""In the panels at most: a longer window has a row for several samples."""
 
-# Runs in the browser when rows have come, and once at the start.
-_SEEN_JS: Final = """
-const times = timeline.data["time"], numbers = timeline.data["number"];
+
+@dataclass(frozen=True)
+class Window:
+    """How much of the past is shown."""
+
+    text: str
+    seconds: int
+
+    def step(self, interval_s: float) -> int:
+        """Samples in one row."""
+        return max(1, round(self.seconds / interval_s / ROWS))
+
+
+WINDOWS: Final = (Window("1 min", 60), Window("5 min", 300), Window("15 min", 900), Window("1 h", 3600))
+FIRST_WINDOW: Final = WINDOWS[1]
+
+# In the browser, when rows have come and at the start: the panels show all that there is of the window.
+_RANGE_JS: Final = """
+const times = timeline.data["time"];
 if (times.length) {
   const end = times[times.length - 1];
-  window.weirSpan ??= span;
-  const first = Math.min(times[0], end - 30000);
-  range.setv({start: Math.max(first, end - 1000 * window.weirSpan), end: end}, {sync: false});
-  seen.tags = [numbers[numbers.length - 1]];
+  range.setv({start: Math.min(times[0], end - 30000), end: end}, {sync: false});
 }
 """
+# After each update, which ends with a new name, and at the start.
+_SEEN_JS: Final = "seen.tags = [Number(seen.name)];"
 
 
 class Page:
@@ -53,10 +71,10 @@ class Page:
         self._doc = doc
         self._history = history
         self._pool: PoolHistory | None = None
-        self._last = 0
-        """Number of the newest row that was sent."""
-        self._seen = 0
-        """Number of the newest row that the browser has."""
+        self._last = self._counted = 0
+        """Number of the newest sample that is in the panels, and in the heatmap."""
+        self._sent = self._seen = 0
+        """Updates that were sent, and that the browser has seen."""
         self._asked = False
         """A turn of the event loop is on its way."""
         self._map_time = 0.0
@@ -66,20 +84,23 @@ class Page:
         self._streams = Div(name="streams", stylesheets=sheets, sizing_mode="stretch_width")
         widgets = [InlineStyleSheet(css=_read("widgets.css"))]
         self._select = Select(name="pool", options=[], visible=False, width=220, stylesheets=widgets)
-        self._windows = RadioButtonGroup(
-            name="window", labels=[text for text, _ in WINDOWS], active=FIRST_WINDOW, stylesheets=widgets
+        self._buttons = RadioButtonGroup(
+            name="window",
+            labels=[one.text for one in WINDOWS],
+            active=WINDOWS.index(FIRST_WINDOW),
+            stylesheets=widgets,
         )
         self._colors = RadioButtonGroup(name="colors", labels=["by stream", "by state"], active=0, stylesheets=widgets)
         self._pool = next(iter(history.pools()), None)
-        columns = {} if self._pool is None else self._pool.since(0)
-        rows = rows_of(columns)
-        end = float(rows["time"][-1]) if columns else 0.0
-        self._looks = looks = Looks(Range1d(end - WINDOWS[FIRST_WINDOW][1] * 1000, end, name="window"))
-        self._panels = TimePanels(looks, rows, max(2, round(history.keep_s / history.interval_s)))
-        self._last = self._seen = 0 if not columns else int(columns["number"][-1])
-        self._sizes = Heatmap(columns, history.keep_s, looks)
+        self._window = FIRST_WINDOW
+        columns = self._past()
+        rows = rows_of(columns, self._step)
+        self._set_last(columns, rows)
+        self._looks = looks = Looks(Range1d(0, 1, name="window"))
+        self._panels = TimePanels(looks, rows, self._keep)
+        self._sizes = Heatmap(columns, self._window.seconds, looks)
         self._map = MapPanel(looks)
-        self._ack = ColumnDataSource({}, name="seen", tags=[self._last])
+        self._ack = ColumnDataSource({}, name="0", tags=[0])
         doc.title = TITLE
         doc.template = cast(Any, _read("page.html"))  # text is a template that extends Bokeh's own page
         doc.template_variables.update(
@@ -91,7 +112,7 @@ class Page:
         roots = (
             self._head,
             self._select,
-            self._windows,
+            self._buttons,
             *self._panels.figures,
             self._streams,
             self._sizes.figure,
@@ -107,24 +128,15 @@ class Page:
         self._refresh()
 
     def _listen(self) -> None:
-        arguments = {
-            "timeline": self._panels.source,
-            "range": self._looks.x_range,
-            "seen": self._ack,
-            "span": WINDOWS[FIRST_WINDOW][1],
-        }
-        seen = CustomJS(args=arguments, code=_SEEN_JS)
+        # What only callbacks of the document name is no part of it; `seen` is, as one of a figure's names it too.
+        arguments = {"timeline": self._panels.source, "range": self._looks.x_range, "seen": self._ack}
+        newest = CustomJS(args=arguments, code=_RANGE_JS)
         for event in ("streaming", "change:data"):
-            self._panels.source.js_on_change(event, seen)
-        self._doc.js_on_event("document_ready", seen, CustomJS(code="window.weirReady();"))
+            self._panels.source.js_on_change(event, newest)
+        seen = CustomJS(args={"seen": self._ack}, code=_SEEN_JS)
+        self._ack.js_on_change("name", seen)
+        self._doc.js_on_event("document_ready", newest, seen, CustomJS(code="window.weirReady();"))
         self._doc.js_on_event("connection_lost", CustomJS(code="window.weirLost();"))
-        self._windows.js_on_change(
-            "active",
-            CustomJS(
-                args=arguments | {"seconds": [seconds for _, seconds in WINDOWS]},
-                code=f"window.weirSpan = seconds[cb_obj.active];{_SEEN_JS}",
-            ),
-        )
         self._colors.js_on_change(
             "active",
             CustomJS(
@@ -134,6 +146,7 @@ class Page:
         )
         self._ack.on_change("tags", self._acknowledged)
         self._select.on_change("value", self._choose)
+        self._buttons.on_change("active", self._look_back)
 
     def _close(self, context: Any) -> None:
         self._watching.close()
@@ -143,15 +156,26 @@ class Page:
     def _acknowledged(self, attribute: str, old: object, new: list[Any]) -> None:
         number = new[0] if new else None
         if isinstance(number, int | float) and not isinstance(number, bool):
-            self._seen = max(self._seen, min(int(number), self._last))
-            if self._pool is not None and self._pool.count > self._last:
+            behind = self._behind
+            self._seen = max(self._seen, min(int(number), self._sent))
+            if behind and not self._behind:
                 self._refresh()
+
+    @property
+    def _behind(self) -> bool:
+        return self._sent - self._seen > AHEAD
 
     def _choose(self, attribute: str, old: object, new: object) -> None:
         for one in self._history.pools():
             if one.label == new and one is not self._pool:
                 self._show(one)
                 self._refresh()
+
+    def _look_back(self, attribute: str, old: object, new: object) -> None:
+        if isinstance(new, int) and 0 <= new < len(WINDOWS):
+            self._window = WINDOWS[new]
+            self._show(self._pool)
+            self._refresh()
 
     # -- what the history says ------------------------------------------------------------------
 
@@ -178,11 +202,13 @@ class Page:
             self._select.update(options=labels, visible=bool(labels))
         if self._pool is not None and self._select.value != self._pool.label:
             self._select.value = self._pool.label
-        if self._last - self._seen > AHEAD:
+        if self._behind:
             return
         self._doc.hold("combine")
         try:
             self._send()
+            self._sent += 1
+            self._ack.name = str(self._sent)
         finally:
             self._doc.unhold()
 
@@ -193,9 +219,11 @@ class Page:
             self._streams.text = stream_table(None, {})
             return
         columns = one.since(self._last)
-        if columns:
-            self._last = int(columns["number"][-1])
-            self._panels.add(rows_of(columns))
+        if len((rows := rows_of(columns, self._step))["number"]):
+            self._last = int(rows["number"][-1])
+            self._panels.add(rows)
+        if columns := one.since(self._counted):
+            self._counted = int(columns["number"][-1])
             self._sizes.add(columns)
         shown = one.map
         if shown is not None and shown.time != self._map_time:
@@ -206,14 +234,38 @@ class Page:
         self._streams.text = stream_table(one.latest, numbers)
 
     def _show(self, one: PoolHistory | None) -> None:
-        """Another pool: everything of it."""
+        """Another pool or another window: everything of it."""
+        if one is not self._pool:
+            self._map.clear()
+            self._map_time = 0.0
         self._pool = one
-        columns = {} if one is None else one.since(0)
-        self._last = self._seen = 0 if not columns else int(columns["number"][-1])
-        self._panels.replace(rows_of(columns))
-        self._sizes.replace(columns)
-        self._map.clear()
-        self._map_time = 0.0
+        columns = self._past()
+        rows = rows_of(columns, self._step)
+        self._set_last(columns, rows)
+        self._panels.replace(rows, self._keep)
+        self._sizes.replace(columns, self._window.seconds)
+
+    # -- the window of time ---------------------------------------------------------------------
+
+    @property
+    def _step(self) -> int:
+        return self._window.step(self._history.interval_s)
+
+    @property
+    def _keep(self) -> int:
+        """Rows that the panels hold: a window of them, and one that begins to leave it."""
+        return max(2, round(self._window.seconds / self._history.interval_s / self._step)) + 1
+
+    def _past(self) -> dict[str, array[float]]:
+        """The samples of the window."""
+        one = self._pool
+        return {} if one is None else one.since(max(0, one.count - self._keep * self._step))
+
+    def _set_last(self, columns: Mapping[str, Sequence[float]], rows: Rows) -> None:
+        numbers = rows["number"]
+        first = int(columns["number"][0]) - 1 if columns else 0
+        self._last = int(numbers[-1]) if len(numbers) else first - first % self._step
+        self._counted = int(columns["number"][-1]) if columns else 0
 
 
 def _read(name: str) -> str:

@@ -1,6 +1,6 @@
-"""Panel 10: request sizes over time, as cells of ten seconds by a factor of four.
+"""Panel 10: request sizes over time, as cells of some seconds by a factor of four.
 
-Rule: cells that are full are sent once; only those of the newest ten seconds are patched.
+Rule: cells that are full are sent once; only those of the newest seconds are patched.
 Next: address_map.py.
 """
 
@@ -18,7 +18,9 @@ from allocator.metrics.history import SIZES
 from allocator.metrics.page.looks import Looks
 from allocator.sizes import format_size
 
-CELL_S: Final = 10.0
+CELLS: Final = 30
+"""In a window of time, side by side."""
+LEAST_CELL_S: Final = 2.0
 ROWS: Final = len(SIZES)
 
 
@@ -37,10 +39,10 @@ def whole(nbytes: float) -> str:
 
 
 class Heatmap:
-    """The source of cells, `ROWS` for each ten seconds, and its figure."""
+    """The source of cells, `ROWS` for each piece of time, and its figure."""
 
-    def __init__(self, columns: Mapping[str, Sequence[float]], keep_s: float, looks: Looks) -> None:
-        self._cells = math.ceil(keep_s / CELL_S) + 1
+    def __init__(self, columns: Mapping[str, Sequence[float]], window_s: float, looks: Looks) -> None:
+        self._cell_s = max(LEAST_CELL_S, window_s / CELLS)
         self._counts: dict[int, list[float]] = {}
         """The newest cells, by their number since 1970."""
         self.source = ColumnDataSource(self._take(columns), name="sizes")
@@ -65,7 +67,7 @@ class Heatmap:
                 padding=4,
                 ticker=FixedTicker(ticks=[0, 1, 2, 3, 4, 5]),
                 major_label_overrides={at: text for at, text in enumerate(("1", "10", "100", "1k", "10k", "100k"))},
-                title="a cell",
+                title="requests",
                 background_fill_alpha=0,
             ),
             "right",
@@ -73,7 +75,7 @@ class Heatmap:
         plot.add_tools(
             HoverTool(
                 renderers=[cells],
-                tooltips=[("", "@left{custom}"), ("size", "@size"), ("requests in 10 s", "@count{0,0}")],
+                tooltips=[("", "@left{custom}"), ("size", "@size"), ("requests", "@count{0,0}")],
                 formatters={"@left": looks.tips("clock")},
             )
         )
@@ -90,11 +92,12 @@ class Heatmap:
             self._patch({name: values[old] for name, values in fresh.items()})
         if not old.all():
             self.source.stream(
-                {name: values[~old].tolist() for name, values in fresh.items()}, rollover=self._cells * ROWS
+                {name: values[~old].tolist() for name, values in fresh.items()}, rollover=(CELLS + 2) * ROWS
             )
 
-    def replace(self, columns: Mapping[str, Sequence[float]]) -> None:
-        """Another pool: everything is new."""
+    def replace(self, columns: Mapping[str, Sequence[float]], window_s: float) -> None:
+        """Another pool or window: everything is new."""
+        self._cell_s = max(LEAST_CELL_S, window_s / CELLS)
         self._counts.clear()
         self.source.data = self._take(columns)
 
@@ -115,7 +118,7 @@ class Heatmap:
         """Add samples to the counts; the cells that they touched, as rows of the source."""
         touched: dict[int, list[float]] = {}
         if columns:
-            numbers = np.floor(np.asarray(columns["time"]) / CELL_S).astype(np.int64)
+            numbers = np.floor(np.asarray(columns["time"]) / self._cell_s).astype(np.int64)
             sizes = np.array([columns[f"size_{at}"] for at in range(ROWS)], dtype=float)
             for number in np.unique(numbers):
                 counts = sizes[:, numbers == number].sum(axis=1)
@@ -132,8 +135,8 @@ class Heatmap:
         return {
             "cell": cell,
             "row": row,
-            "left": cell * CELL_S * 1000,
-            "right": (cell + 1) * CELL_S * 1000,
+            "left": cell * self._cell_s * 1000,
+            "right": (cell + 1) * self._cell_s * 1000,
             "bottom": row + 0.04,
             "top": row + 0.96,
             "count": count,

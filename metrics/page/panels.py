@@ -1,7 +1,7 @@
 """The panels over time, 1 to 8: one data source, to which each sample adds a row.
 
-Rule: a row is sent once.  All panels share the source and the range of time; which of it is in sight is the browser's
-business.  Rates are differences over the time they took.
+Rule: a row is sent once, and the source holds no more rows than the window of time that is shown: what a browser does
+a second grows with them.  All panels share the source.  Rates are differences over the time they took.
 Next: heatmap.py, address_map.py; history.py for the columns.
 """
 
@@ -32,9 +32,8 @@ _GAUGES: Final = (
     "internal_fragmentation_ratio",
     "in_flight_p50",
     "in_flight_p99",
-    *(f"retry_{step}" for step in STEPS),
-    "out_of_memory",
 )
+_EVENTS: Final = (*(f"retry_{step}" for step in STEPS), "out_of_memory")
 _RATES: Final = (
     *(f"reuse_{kind}" for kind in REUSE),
     "growth_bytes",
@@ -43,7 +42,7 @@ _RATES: Final = (
     "event_records",
     "event_queries",
 )
-SENT: Final = ("number", "time", *_GAUGES, *_RATES, "limit", "device", "served", "given_back")
+SENT: Final = ("number", "time", *_GAUGES, *_EVENTS, *_RATES, "limit", "device", "served", "given_back")
 """Columns of the source.  time: milliseconds.  limit, device: NaN where there is none.  served: share of allocations
 that needed no new memory.  given_back: released, below zero."""
 
@@ -80,14 +79,20 @@ STEP_LOOKS: Final = {
 }
 
 
-def rows_of(columns: Mapping[str, Sequence[float]]) -> Rows:
-    """Samples of a history as rows of the source."""
-    if not columns:
-        columns = dict.fromkeys(COLUMNS, ())
+def rows_of(columns: Mapping[str, Sequence[float]], step: int = 1) -> Rows:
+    """Samples of a history as rows of the source, one for each `step` samples; what is left over comes later.
+
+    A row shows its fullest sample, the mean of its rates, and all of its events.  Which samples make a row depends on
+    their numbers alone, so that it is the same whenever the page is opened.
+    """
+    if not columns or step > 1:
+        columns = _complete(columns, step)
     given = {name: np.asarray(values, dtype=float) for name, values in columns.items()}
+    if step > 1 and len(given["number"]):
+        given = _joined(given, step)
     seconds = given["seconds"]
     rows: Rows = {"number": given["number"], "time": given["time"] * 1000}
-    rows |= {name: given[name] for name in _GAUGES}
+    rows |= {name: given[name] for name in _GAUGES + _EVENTS}
     per_second = np.divide(1.0, seconds, out=np.zeros_like(seconds), where=seconds > 0)
     rows |= {name: given[name] * per_second for name in _RATES}
     rows["limit"] = np.where(given["limit_bytes"] > 0, given["limit_bytes"], np.nan)
@@ -99,11 +104,33 @@ def rows_of(columns: Mapping[str, Sequence[float]]) -> Rows:
     return rows
 
 
+def _complete(columns: Mapping[str, Sequence[float]], step: int) -> dict[str, Sequence[float]]:
+    """Only the samples of rows that are complete."""
+    if not columns:
+        return dict.fromkeys(COLUMNS, ())
+    numbers = columns["number"]
+    first = next((at for at, number in enumerate(numbers) if (number - 1) % step == 0), len(numbers))
+    length = (len(numbers) - first) // step * step
+    return {name: values[first : first + length] for name, values in columns.items()}
+
+
+def _joined(given: Rows, step: int) -> Rows:
+    """Each `step` samples as one."""
+    parts = {name: values.reshape(-1, step) for name, values in given.items()}
+    fullest = np.argmax(parts["reserved_bytes"] - parts["idle_bytes"], axis=1)
+    at = np.arange(len(fullest))
+    joined = {name: values[at, fullest] for name, values in parts.items()}
+    joined |= {name: parts[name].sum(axis=1) for name in ("seconds", *_EVENTS, *_RATES)}
+    joined |= {name: parts[name][:, -1] for name in ("number", "time", "in_flight_p50", "in_flight_p99")}
+    return joined
+
+
 class TimePanels:
     """The source and its figures, each with its legend, by name."""
 
     def __init__(self, looks: Looks, rows: Rows, keep: int) -> None:
         self.keep = keep
+        """Rows that the source holds at most."""
         self.source = ColumnDataSource(rows, name="timeline")
         self.legends: dict[str, str] = {}
         self._looks = looks
@@ -124,8 +151,9 @@ class TimePanels:
         if len(rows["time"]):
             self.source.stream({name: values.tolist() for name, values in rows.items()}, rollover=self.keep)
 
-    def replace(self, rows: Rows) -> None:
-        """Another pool: everything is new."""
+    def replace(self, rows: Rows, keep: int) -> None:
+        """Another pool or window: everything is new."""
+        self.keep = keep
         self.source.data = dict(rows)
 
     # -- the figures ----------------------------------------------------------------------------

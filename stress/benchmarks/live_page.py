@@ -186,10 +186,10 @@ def measure() -> dict[str, list[float]]:
             found["load"].append(until(lambda: chrome.execute_script("return window.probe.drawn")))
         for name, share in (("update", 0.03), ("update, all blocks new", 1.0)):
             chrome.execute_script("window.probe.updates.length = 0")
-            for count in range(1, UPDATES + 1):
+            while len(found[name]) < UPDATES:
                 program.exchange(share)
-                until(lambda count=count: chrome.execute_script("return window.probe.updates.length") >= count)
-            found[name] += chrome.execute_script("return window.probe.updates")[:UPDATES]
+                time.sleep(history.interval_s)
+                found[name] = chrome.execute_script("return window.probe.updates")
         found["blocks"] = [float(sum(pool.stats().blocks.values()))]
         found["rows"] = [float(len(history.pools()[0].since(0)["time"]))]
     history.stop()
