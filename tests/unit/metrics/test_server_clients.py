@@ -293,6 +293,24 @@ def test_a_websocket_that_sends_nonsense_is_closed(server: Server) -> None:
     assert well(server)
 
 
+def test_a_live_page_that_does_not_answer_any_more_is_given_up(
+    start: Start, pool: CachingAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allocator.metrics.server.app.PING_S", 0.05)
+    server = start(pool)
+    token = page_token(ask(server, "/")[2])
+    with dial(server) as asleep:
+        asleep.sendall(
+            b"GET /ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x3JJHMbDL1EzLkh9GBhXDw==\r\n"
+            b"Sec-WebSocket-Protocol: bokeh, " + token.encode() + b"\r\n\r\n"
+        )
+        seen = read_all(asleep)  # until the server gives it up: we answer no ping
+    assert seen.startswith(b"HTTP/1.1 101")
+    assert b"ACK" in seen
+    assert well(server)
+
+
 def test_threads_do_not_grow_with_clients(server: Server) -> None:
     assert well(server)
     before = threading.active_count()
