@@ -13,7 +13,7 @@ import allocator
 from allocator import errors
 
 NAMES = {
-    "Allocation", "AllocatorError", "CachingAllocator", "Config", "CudaDevice", "DriverError", "Event", "ForkError",
+    "Allocation", "AllocatorError", "CachingAllocator", "Config", "CorruptionError", "CudaDevice", "DriverError", "Event", "ForkError",
     "MemoryResource", "OutOfMemoryError", "PoolClosed", "SimDeadlock", "SimDevice", "Stats", "Stream",
     "StreamCapturing", "StreamClosed", "current_stream", "stream", "__version__",
 }  # fmt: skip
@@ -43,6 +43,7 @@ def test_every_class_and_function_has_a_text() -> None:
 def test_every_error_is_an_allocator_error_and_out_of_memory_a_memory_error() -> None:
     for name in (
         "OutOfMemoryError",
+        "CorruptionError",
         "PoolClosed",
         "StreamClosed",
         "StreamCapturing",

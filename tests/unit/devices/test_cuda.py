@@ -123,7 +123,7 @@ WITHOUT_RESULT = {
     *("cuInit", "cuCtxPushCurrent", "cuCtxSynchronize", "cuCtxRecordEvent", "cuStreamDestroy", "cuStreamQuery"),
     *("cuStreamSynchronize", "cuStreamWaitEvent", "cuEventDestroy", "cuEventRecord", "cuEventQuery"),
     *("cuEventSynchronize", "cuMemAddressFree", "cuMemRelease", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"),
-    *("cuMemFree", "cuLaunchKernel"),
+    *("cuMemFree", "cuLaunchKernel", "cuMemsetD8Async", "cuMemcpyDtoHAsync"),
 }
 
 
@@ -169,6 +169,8 @@ METHODS: dict[str, tuple[Callable[[CudaDevice], object], tuple[object, ...], obj
     "cuMemUnmap": (lambda d: d.mem_unmap(3, 64), (3, 64), None),
     "cuMemAlloc": (lambda d: d.mem_alloc(64), (64,), 1),
     "cuMemFree": (lambda d: d.mem_free(3), (3,), None),
+    "cuMemsetD8Async": (lambda d: d.mem_set_async(3, 7, 64, 5), (3, 7, 64, 5), None),
+    "cuMemcpyDtoHAsync": (lambda d: d.mem_copy_to_host_async(99, 3, 64, 5), (99, 3, 64, 5), None),
     "cuDeviceTotalMem": (lambda d: d.total_memory, (0,), 1),
     "cuDeviceGetName": (lambda d: d.name, (256, 0), "A GPU"),
     "cuMemCreate": (lambda d: d.mem_create(64), (), 1),
