@@ -13,7 +13,8 @@ import allocator
 from allocator import errors
 
 NAMES = {
-    "Allocation", "AllocatorError", "CachingAllocator", "Config", "CorruptionError", "CudaDevice", "DriverError", "Event", "ForkError",
+    "Allocation", "AllocatorError", "CachingAllocator", "Config", "CorruptionError", "CudaDevice", "DriverError",
+    "Event", "ForkError",
     "MemoryResource", "OutOfMemoryError", "PoolClosed", "SimDeadlock", "SimDevice", "Stats", "Stream",
     "StreamCapturing", "StreamClosed", "current_stream", "stream", "__version__",
 }  # fmt: skip
