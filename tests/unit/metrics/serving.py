@@ -5,10 +5,13 @@ from __future__ import annotations
 import http.client
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from allocator.metrics.server import Server
+
+Start = Callable[..., Server]
+"""start(pool, ...): a server on a free port, closed at the test's end."""
 
 TIMEOUT = 30
 """Seconds until a client of a test gives up."""
@@ -69,3 +72,20 @@ def page_token(page: bytes) -> str:
     found = re.search(rb'"token":"([^"]+)"', page)
     assert found is not None
     return found[1].decode()
+
+
+async def first_message(server: Server, token: str, **headers: str) -> str:
+    """What a live page's websocket says first."""
+    from tornado.httpclient import HTTPRequest
+    from tornado.websocket import websocket_connect
+
+    request = HTTPRequest(f"ws://127.0.0.1:{server.port}/ws", headers=headers)
+    client = await websocket_connect(request, subprotocols=["bokeh", token])
+    try:
+        message = await client.read_message()
+        assert isinstance(message, str)
+        return message
+    finally:
+        client.close()
+        while await client.read_message() is not None:
+            pass  # until it is closed

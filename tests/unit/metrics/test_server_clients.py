@@ -5,27 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 
 from allocator import CachingAllocator
-from allocator.metrics import serve
-from allocator.metrics.server import Server, connections, serving
+from allocator.metrics.server import Server, connections
 from allocator.metrics.server.worker import Shared, Worker
-from tests.unit.metrics.serving import NoHistory, ask, dial, draw, page_token, read_all
+from tests.unit.metrics.serving import Start, ask, dial, page_token, read_all
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
-Start = Callable[..., Server]
-
-
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(serving, "live_page", lambda pools: (NoHistory(), draw))
-    with ExitStack() as stack:
-        yield lambda pool, **options: stack.enter_context(serve(pool, **{"port": 0, **options}))
 
 
 @pytest.fixture
