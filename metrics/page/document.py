@@ -13,6 +13,7 @@ Next: panels.py, heatmap.py, address_map.py, words.py, and page.html with page.c
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -96,7 +97,7 @@ class Page:
         columns = self._past()
         rows = rows_of(columns, self._step)
         self._set_last(columns, rows)
-        self._looks = looks = Looks(Range1d(0, 1, name="window"))
+        self._looks = looks = Looks(Range1d(0, 1))
         self._panels = TimePanels(looks, rows, self._keep)
         self._sizes = Heatmap(columns, self._window.seconds, looks)
         self._map = MapPanel(looks)
@@ -155,7 +156,7 @@ class Page:
 
     def _acknowledged(self, attribute: str, old: object, new: list[Any]) -> None:
         number = new[0] if new else None
-        if isinstance(number, int | float) and not isinstance(number, bool):
+        if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
             behind = self._behind
             self._seen = max(self._seen, min(int(number), self._sent))
             if behind and not self._behind:

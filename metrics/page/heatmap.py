@@ -45,7 +45,7 @@ class Heatmap:
         self._cell_s = max(LEAST_CELL_S, window_s / CELLS)
         self._counts: dict[int, list[float]] = {}
         """The newest cells, by their number since 1970."""
-        self.source = ColumnDataSource(self._take(columns), name="sizes")
+        self.source = ColumnDataSource(self._take(columns), name="cells")
         plot = looks.over_time("sizes", unit="size", label="request size", y_range=Range1d(0, ROWS))
         mapper = LinearColorMapper(palette=list(Cividis256[48:]), low=0.0, high=5.0, nan_color="rgba(0, 0, 0, 0)")
         cells = plot.quad(
