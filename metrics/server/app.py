@@ -171,6 +171,10 @@ class App(BokehTornado):
         except (ValueError, KeyError, TypeError):  # not even a token
             return False
 
+    def streams(self) -> list[Any]:
+        """The connections that have become websockets."""
+        return [socket.ws_connection.stream for socket in self.sockets if socket.ws_connection is not None]
+
     async def end(self) -> None:
         """Close every live page and let the worker go."""
         self.worker.stop()

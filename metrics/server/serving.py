@@ -100,6 +100,7 @@ class Server:
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._app: Any = None
         self._http: Any = None
         self._error: BaseException | None = None
         self._ready = threading.Event()
@@ -191,7 +192,7 @@ class Server:
 
         stop = self._stop = asyncio.Event()
         history, draw = live_page(pools)
-        app = App(
+        app = self._app = App(
             pools,
             access,
             draw,
@@ -216,8 +217,7 @@ class Server:
         """Let go of the parent's sockets.  Not of its event loop: the two processes share what that waits on."""
         self._closed = True
         with contextlib.suppress(Exception):
-            streams = self._http.streams() if self._http is not None else []
-            for stream in streams:
+            for stream in (*self._http.streams(), *self._app.streams()):
                 stream.socket.close()
         self._socket.close()
 

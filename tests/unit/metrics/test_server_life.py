@@ -265,9 +265,16 @@ def test_closing_does_not_wait_for_a_pool_that_hangs(
 
 def test_a_forked_child_does_not_serve(start: Start, pool: CachingAllocator) -> None:
     server = start(pool)
-    with dial(server) as client:
+    token = page_token(ask(server, "/")[2])
+    with dial(server) as client, dial(server) as page:
         client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        page.sendall(
+            b"GET /ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x3JJHMbDL1EzLkh9GBhXDw==\r\n"
+            b"Sec-WebSocket-Protocol: bokeh, " + token.encode() + b"\r\n\r\n"
+        )
+        assert page.recv(1000).startswith(b"HTTP/1.1 101")
         go_on, tell = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads, which is the point
@@ -287,6 +294,7 @@ def test_a_forked_child_does_not_serve(start: Start, pool: CachingAllocator) -> 
         server.close()
         # The child lives, and holds neither the connection nor the port.
         assert client.recv(1) == b""
+        read_all(page)  # to the end
         with pytest.raises(ConnectionRefusedError):
             dial(server)
     os.close(tell)
