@@ -193,6 +193,19 @@ class CudaDevice:
         return bool(self._do("cuDeviceGetAttribute", attribute, self._handle))
 
     @property
+    def driver_version(self) -> tuple[int, int]:
+        """The newest CUDA that the driver is for, such as (13, 0)."""
+        return self._version // 1000, self._version % 1000 // 10
+
+    def device_count(self) -> int:
+        """GPUs that the driver shows to this process.  `cuDeviceGetCount`."""
+        return int(self._do("cuDeviceGetCount"))
+
+    def reaches(self, other: CudaDevice) -> bool:
+        """Can kernels here read memory of the other GPU?  `cuDeviceCanAccessPeer`."""
+        return bool(self._do("cuDeviceCanAccessPeer", self._handle, other._handle))
+
+    @property
     def supports_context_events(self) -> bool:
         return self._version >= 12050 and hasattr(self._driver, "cuCtxRecordEvent")
 
