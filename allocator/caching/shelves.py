@@ -18,9 +18,10 @@ Next: ladder.py, the one place that decides the order of all this.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from allocator.blocks import IDLE, KINDS, LIVE, MANY, NOBODY, RETIRED, SMALL, BestFit, Bin, Bins, Block, Heap, Owner
 from allocator.config import REUSE_KINDS, Config
@@ -57,6 +58,8 @@ class Shelves:
         """More than one stream frees memory here."""
         self.past_hits: Counter[int] = Counter()
         """Allocations by size that bins of ended streams served."""
+        self.live: dict[Owner | None, int] = {}
+        """Bytes that were handed out and have not been put down here since, bins included, by owner."""
         self.aged: list[int] = []
         """ns that blocks spent in flight here, since last read: for the histogram."""
 
@@ -65,6 +68,8 @@ class Shelves:
     def place(self, block: Block) -> None:
         """Put a free block where it belongs by its stamp, and merge it with its neighbours as R7 allows."""
         registry = self._registry
+        if block.state == LIVE:
+            self.leaves(block)
         # Asked twice: another thread may learn in between that the work is over.
         if registry.done(block.stamp) or not (left := registry.unfinished(block.stamp)):
             self.put_idle(block)
@@ -169,31 +174,46 @@ class Shelves:
         return any_there
 
     def flush_finished(self, most: int) -> None:
-        """Move what is finished from the bins to `idle`, at most `most` blocks, oldest first."""
+        """Move what is finished from the bins to `idle`, at most `most` blocks, oldest first.  O(bins + most)."""
+        for bin_, n in self.finished():
+            if most <= 0:
+                return
+            n = min(most, n)
+            most -= n
+            blocks = bin_[:n]
+            del bin_[:n]
+            for block in blocks:
+                block.generation += 1
+                self.place(block)
+
+    def finished(self) -> Iterator[tuple[Bin, int]]:
+        """Each bin that has blocks known to be finished, and how many, from its bottom.  O(bins)."""
         completed = self._registry.context.completed
         for bins in self.bins:
             for sizes in list(bins.values()):
                 for bin_ in sizes.values():
-                    if bin_ and most > 0:
-                        n = min(most, self.finished_in(bin_, completed))
-                        most -= n
-                        blocks = bin_[:n]
-                        del bin_[:n]
-                        for block in blocks:
-                            block.generation += 1
-                            self.place(block)
+                    if bin_ and (n := self.finished_in(bin_, completed)):
+                        yield bin_, n
 
     def finished_in(self, bin_: Bin, context_completed: int) -> int:
         """How many blocks of a bin, from its bottom, are known to be finished.  O(log n): seqnos only grow."""
         number = bin_.owner.number
         line = self._registry.lines.get(number)
-        n = len(bin_) if line is None else bisect_right(bin_, line.completed, key=lambda b: b.stamp.at[number])
+        if line is None:
+            n = len(bin_)
+        elif bin_[0].stamp.at[number] > line.completed:
+            return 0
+        else:
+            n = bisect_right(bin_, line.completed, key=lambda b: b.stamp.at[number])
         if bin_.assumed:
             n = min(n, bisect_right(bin_, context_completed, key=lambda b: b.stamp.at[CONTEXT]))
         return n
 
-    def refresh(self) -> bool:
-        """Look again at the blocks whose watched seqno is complete now.  True if any has moved."""
+    def refresh(self, most: int | None = None) -> bool:
+        """Look again at the blocks whose watched seqno is complete now.  True if any has moved.
+
+        most: put down that many at most, and leave the others to the next call; None for all.
+        """
         registry = self._registry
         if registry.version == self._version:
             return False
@@ -207,7 +227,14 @@ class Shelves:
             done = registry.context.completed if number == CONTEXT else line.completed if line is not None else None
             by_seqno = self._watch[number]
             for seqno in [q for q in by_seqno if done is None or q <= done]:
-                for block, generation in by_seqno.pop(seqno):
+                notes = by_seqno.pop(seqno)
+                if most is not None:
+                    if len(notes) > most:
+                        by_seqno[seqno] = notes[most:]
+                        del notes[most:]
+                        self._version = -1
+                    most -= len(notes)
+                for block, generation in notes:
                     self._watched -= 1
                     if block.generation == generation and block.shelf is not None and block.state == RETIRED:
                         block.shelf.remove(block)
@@ -239,7 +266,7 @@ class Shelves:
         if CONTEXT in self._watch or CONTEXT in self.stamped:
             return True
         captures = self._registry.captures
-        if any(line.number in self._watch for line, _ in captures.dying):
+        if captures.dying:
             return True
         graphs = captures.numbers
         return any(any(sizes.values()) for owner, sizes in self.bins[1].items() if owner.number not in graphs)
@@ -252,11 +279,38 @@ class Shelves:
 
     def retired(self) -> Iterator[Block]:
         """Every block in flight, bins apart."""
-        for own in self.own:
-            for shelf in own.values():
-                yield from shelf
-        for shelf in self.shared:
+        for shelf in self.retired_shelves():
             yield from shelf
+
+    def retired_shelves(self, but: Container[int] = ()) -> Iterator[BestFit]:
+        """Where they lie.  but: streams whose own shelves are left out."""
+        for own in self.own:
+            yield from (shelf for number, shelf in own.items() if number not in but)
+        yield from self.shared
+
+    def oldest_since(self, now: int) -> int:
+        """When the oldest block in flight was put down, bins apart, in ns; `now` if there is none.
+
+        The first that is still there under the first seqno that its stream is watched for.  One that was put under it
+        later, when something else that it waited for was over, may be older, by no more than the time between two
+        marks on the stream.  O(streams), and notes that are out of date are forgotten on the way.
+        """
+        oldest = now
+        for by_seqno in self._watch.values():
+            for seqno in sorted(by_seqno):
+                notes = by_seqno[seqno]
+                stale = 0
+                for block, generation in notes:
+                    if block.generation == generation and block.shelf is not None:
+                        if block.since:
+                            oldest = min(oldest, block.since)
+                        break
+                    stale += 1
+                del notes[:stale]
+                self._watched -= stale
+                if notes:
+                    break
+        return oldest
 
     # -- picking blocks up ----------------------------------------------------------------------
 
@@ -342,6 +396,15 @@ class Shelves:
             self.place(self._heap.split(block, size))
         return block
 
+    def leaves(self, block: Block) -> None:
+        """A block that was LIVE, or lay in a bin, does not count as its owner's any more.  Once, before it changes."""
+        owner = block.owner
+        left = self.live[owner] - block.size
+        if left:
+            self.live[owner] = left
+        else:
+            del self.live[owner]
+
     def hand_out(self, block: Block, line: Timeline, size: int, assumed: bool) -> None:
         """Make a block on no shelf LIVE, owned by `line`.
 
@@ -357,7 +420,10 @@ class Shelves:
                 kept.pop(CONTEXT, None)  # the next stamp names a later seqno of the context
             if kept:
                 carried = VectorClock(kept)
+        elif block.state == LIVE:  # out of a bin
+            self.leaves(block)
         block.state = LIVE
+        self.live[line] = self.live.get(line, 0) + block.size
         block.since = 0
         block.stamp = carried
         block.users = None
@@ -471,7 +537,7 @@ class Shelves:
             for block, gen in notes
             if block.generation == gen
         }
-        for block in Shelves.retired(self):
+        for block in itertools.chain.from_iterable(Shelves.retired_shelves(self)):
             assert id(block) in watched, ("not watched", block)
         for assumed, bins in enumerate(self.bins):
             for by, sizes in bins.items():

@@ -84,7 +84,8 @@ class Installation:
         self._retire(ordinal)
         self._routes[ordinal] = route = Route(pool)
         self._simulated = pool.device if pool.device.simulated else None
-        self.hook.alone = route if self._simulated is not None or library.device_count() == 1 else None
+        only = len(self._routes) == 1 if self._simulated is not None else library.device_count() == 1
+        self.hook.alone = route if only else None
 
     def _retire(self, ordinal: int) -> None:
         """Another pool takes this one's place; its arrays stay with it."""
@@ -143,19 +144,19 @@ class Installation:
         return ordinal if isinstance(ordinal, int) and ordinal >= 0 else self._device_now()
 
     def _device_of(self, stream: Any) -> Device | None:
-        if self._simulated is not None:
-            return self._simulated
         try:
             ordinal = self._ordinal_of(stream)
         except Exception:  # CuPy cannot tell: no driver
             return None
         route = self._routes.get(ordinal)
-        return route.pool.device if route is not None else CudaDevice(ordinal)
+        if route is not None:
+            return route.pool.device
+        return self._simulated if self._simulated is not None else CudaDevice(ordinal)
 
     def _route_of(self, stream: Any) -> Route:
         if not self.watch.on:
             self.watch.start()  # used by name, without `install`
-        return self._route(self._ordinal_of(stream) if self._simulated is None else self._simulated.ordinal)
+        return self._route(self._ordinal_of(stream))
 
     def _route(self, ordinal: int) -> Route:
         route = self._routes.get(ordinal)

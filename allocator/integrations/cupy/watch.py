@@ -25,6 +25,8 @@ from allocator.errors import AllocatorError, DriverError, StreamCapturing
 from allocator.streams import Capture, GraphToken, Registry, Sealed, Sealing, Timeline, target
 
 _log = logging.getLogger("allocator")
+MOST_BESIDE = 64
+"""Events of ours on one stream at most, for the program's records: beyond them nothing is learnt until some are over."""
 _MARK = "_weir"
 """Attribute of a CuPy event: what its last record that we saw stands for."""
 
@@ -200,11 +202,21 @@ class Watch:
             if capture is not None:
                 note = capture  # whoever waits for it joins (R10)
             elif self.learning and registry.lost is None and not registry.forked:
-                registry.before_mark()
-                note = Beside(registry, line, Sealing(registry).seal(line, _handle(registry, stream)))
+                note = Beside(registry, line, self._seal(registry, line, stream))
         # Before the record: whatever becomes of it, the old note is not what the event stands for.
         if event is not None:
             setattr(event, _MARK, note)
+
+    @staticmethod
+    def _seal(registry: Registry, line: Timeline, stream: Any) -> Sealed | None:
+        """An event of ours on the stream; None where the host is so far ahead that they would pile up (S13)."""
+        sealing = Sealing(registry)
+        if len(line.in_flight) >= MOST_BESIDE // 4:
+            sealing.poll([line])
+            if len(line.in_flight) >= MOST_BESIDE:
+                return None
+        registry.before_mark()
+        return sealing.seal(line, _handle(registry, stream))
 
     def _stream_record(self, original: Callable[..., Any], stream: Any, event: Any = None) -> Any:
         if event is None:
@@ -284,12 +296,22 @@ class Watch:
         if seen is None or seen[1] is seen[0].legacy or seen[1].number in seen[0].captures.active:
             return original(stream, mode)  # the driver says what is wrong with it
         registry, line = seen
+        self._tidy(registry)
         capture = registry.captures.begin(line, int(stream.ptr))
         try:
             return original(stream, mode)
         except BaseException:
             registry.captures.end(capture)  # no graph will come of it
             raise
+
+    @staticmethod
+    def _tidy(registry: Registry) -> None:
+        """A program that captures for ever, and lets its graphs go, leaves as little as one that captures once."""
+        captures = registry.captures
+        if captures.gone or captures.dying:
+            sealing = Sealing(registry)
+            sealing.end_finished()
+            sealing.close_context()
 
     def _end_capture(self, original: Callable[..., Any], stream: Any) -> Any:
         seen = self.see(stream)
@@ -327,6 +349,7 @@ class Watch:
             return original(handle, mode)
         if line is registry.legacy or line.number in registry.captures.active:
             return original(handle, mode)
+        self._tidy(registry)
         capture = registry.captures.begin(line, int(handle))
         try:
             return original(handle, mode)

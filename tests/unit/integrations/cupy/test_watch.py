@@ -410,6 +410,22 @@ def test_r10_a_graph_destroyed_while_its_replay_runs_keeps_its_memory_until_that
     gpu.resume(t.ptr)
 
 
+@pytest.mark.parametrize("uses", ["auto", "declared"])
+def test_r10_graphs_made_and_dropped_for_ever_leave_nothing(
+    start: Start, library: FakeCupy, gpu: SimDevice, uses: str
+) -> None:
+    pool = start(uses=uses)
+    captures, s = Registry.of(gpu).captures, library.Stream(non_blocking=True)
+    for _ in range(50):
+        graph = graph_of(s)
+        graph.launch(s)
+        s.synchronize()
+        del graph
+    assert len(captures.numbers) <= 8 and len(captures.gone) <= 2
+    assert len(Registry.of(gpu).lines) <= 12
+    assert pool.reserved_bytes <= 8 * MIB
+
+
 def test_r10_a_temporary_freed_within_a_capture_serves_the_same_capture_again(
     pool: CachingAllocator, library: FakeCupy
 ) -> None:
