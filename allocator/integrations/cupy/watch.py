@@ -26,7 +26,7 @@ from allocator.streams import Capture, GraphToken, Registry, Sealed, Sealing, Ti
 
 _log = logging.getLogger("allocator")
 MOST_BESIDE = 64
-"""Events of ours on one stream at most, for the program's records: beyond them nothing is learnt until some are over."""
+"""Events of ours on one stream at most, for the program's records: beyond them nothing is learnt for a while."""
 _MARK = "_weir"
 """Attribute of a CuPy event: what its last record that we saw stands for."""
 
