@@ -233,27 +233,25 @@ def settings(environ: Mapping[str, str], devices: list[CudaDevice]) -> Iterator[
     """Every variable that Weir reads, and what is wrong with it."""
     memory = devices[0].total_memory if devices else SimDevice().total_memory
     names = sorted(name for name in environ if name.startswith("WEIR_"))
-    known = {f"WEIR_{field.name.upper()}" for field in fields(Config)}
-    wrong = False
+    known = {f"WEIR_{field.name.upper()}" for field in fields(Config)} | NOT_FIELDS
+    together = why_not({name: environ[name] for name in names if name in known}, memory)
+    explained = False
     for name in names:
         value = environ[name]
-        try:
-            Config.from_env({name: value}, device_memory=memory)
-        except ValueError as error:
-            wrong = True
-            text = f"{said(error)}: correct it, or unset it." if name in known else unknown(name, known)
-            yield Finding("settings", name, WRONG, text, value)
+        # One that is wrong by itself may be right beside the others.
+        alone = why_not({name: value}, memory) if together is not None else None
+        if name not in known:
+            yield Finding("settings", name, WRONG, unknown(name, known), value)
+        elif alone is not None:
+            explained = True
+            yield Finding("settings", name, WRONG, f"{name}={value!r}: {alone}: correct it, or unset it.", value)
+        elif name == "WEIR_AUTOINSTALL" and look_for(CUPY).state == MISSING:
+            text = f"{name}={value} does nothing without CuPy: pip install {CUPY.install}."
+            yield Finding("settings", name, NOTE, text, value)
         else:
-            if name == "WEIR_AUTOINSTALL" and look_for(CUPY).state == MISSING:
-                text = f"{name}={value} does nothing without CuPy: pip install {CUPY.install}."
-                yield Finding("settings", name, NOTE, text, value)
-                continue
             yield Finding("settings", name, OK, f"{name}={value} applies{meaning(name, value)}.", value)
-    if not wrong and names:
-        try:
-            Config.from_env(environ, device_memory=memory)
-        except ValueError as error:
-            yield Finding("settings", "WEIR_*", WRONG, f"{said(error)}: change one of them.")
+    if together is not None and not explained:
+        yield Finding("settings", "WEIR_*", WRONG, f"The WEIR_ settings do not fit together: {together}.")
     if not names:
         yield Finding("settings", "WEIR_*", OK, "No WEIR_ variable is set: the defaults apply.")
     yield from limit_of_cupy(environ)
@@ -264,11 +262,20 @@ def settings(environ: Mapping[str, str], devices: list[CudaDevice]) -> Iterator[
         yield Finding("settings", "PROMETHEUS_MULTIPROC_DIR", NOTE, text, environ["PROMETHEUS_MULTIPROC_DIR"])
 
 
-def unknown(name: str, known: set[str]) -> str:
+def why_not(variables: Mapping[str, str], memory: int) -> str | None:
+    """What a pool has against these variables; None if nothing."""
+    try:
+        Config.from_env(variables, device_memory=memory)
+    except ValueError as error:
+        return said(error).rpartition("together: ")[2].removeprefix(f"{next(iter(variables))}=").rpartition("': ")[2]
+    return None
+
+
+def unknown(name: str, known: frozenset[str] | set[str]) -> str:
     """A name nobody reads, and the one that was probably meant."""
     import difflib
 
-    near = difflib.get_close_matches(name, known | NOT_FIELDS, n=1)
+    near = difflib.get_close_matches(name, known, n=1)
     return (
         f"{name} is no setting, and every pool refuses it: unset it{f', or did you mean {near[0]}?' if near else '.'}"
     )
