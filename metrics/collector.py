@@ -47,6 +47,9 @@ ACCELERATED = False
 GAP = 0.01
 """Seconds between the starts of two scrapes at least."""
 
+AT_ONCE = 128
+"""Queued frees, and finished blocks, that a scrape sees to at most: so its length does not depend on a backlog."""
+
 LONGEST_WAIT = 1.0
 """Seconds that a scrape waits for its time to start at most."""
 
@@ -195,7 +198,7 @@ class AllocatorCollector:
         if pool is None:
             return []
         try:
-            stats = pool.stats(per_stream=member.per_stream)
+            stats = pool.stats(per_stream=member.per_stream, most=AT_ONCE)
         except ForkError:
             return []
         except Exception as error:  # whatever it is, the other pools have figures

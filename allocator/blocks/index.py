@@ -11,7 +11,7 @@ from typing import Final
 
 from sortedcontainers import SortedList
 
-from allocator.blocks.block import Block
+from allocator.blocks.block import Block, Owner
 
 _ADDRESS_BITS: Final = 64
 _ADDRESS: Final = (1 << _ADDRESS_BITS) - 1
@@ -28,13 +28,15 @@ class BestFit:
     (True, None, 2560)
     """
 
-    __slots__ = ("_blocks", "_keys", "nbytes")
+    __slots__ = ("_blocks", "_keys", "by_owner", "nbytes")
 
     def __init__(self) -> None:
         self._keys: SortedList = SortedList()
         self._blocks: dict[int, Block] = {}
         self.nbytes = 0
         """Bytes of all blocks here."""
+        self.by_owner: dict[Owner | None, int] = {}
+        """Those bytes by the blocks' owners, which do not change while they lie here."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -48,6 +50,8 @@ class BestFit:
         self._keys.add(key)
         self._blocks[key] = block
         self.nbytes += block.size
+        owner = block.owner
+        self.by_owner[owner] = self.by_owner.get(owner, 0) + block.size
         block.shelf = self
 
     def remove(self, block: Block) -> None:
@@ -56,6 +60,12 @@ class BestFit:
         del self._blocks[key]
         self._keys.remove(key)
         self.nbytes -= block.size
+        owner = block.owner
+        left = self.by_owner[owner] - block.size
+        if left:
+            self.by_owner[owner] = left
+        else:
+            del self.by_owner[owner]  # an owner that has gone must not be held here
         block.shelf = None
 
     def find(self, size: int, slack: int = 0) -> Block | None:
@@ -97,3 +107,7 @@ class BestFit:
         for key, block in self._blocks.items():
             assert key == block.size << _ADDRESS_BITS | block.ptr and block.shelf is self, block
         assert self.nbytes == sum(b.size for b in self._blocks.values())
+        by_owner: dict[Owner | None, int] = {}
+        for block in self._blocks.values():
+            by_owner[block.owner] = by_owner.get(block.owner, 0) + block.size
+        assert by_owner == self.by_owner, (by_owner, self.by_owner)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
-from allocator.blocks import IDLE, KINDS, LIVE, BestFit, Block, Heap, Owner
+from allocator.blocks import KINDS, BestFit, Bin, Block, Heap, Owner
 from allocator.caching.shelves import Shelves
 from allocator.config import REUSE_KINDS
 from allocator.devices import Device
@@ -27,6 +27,9 @@ DRIVER_CALLS = {"joined": ("cuMemCreate", "cuMemUnmap"), "apart": ("cuMemAlloc",
 """The slow driver calls that are timed: with virtual memory, and with plain allocations."""
 MOST_STREAMS = 32
 """Streams named one by one in the per-stream figures."""
+
+Finished = Sequence[tuple[Bin, int]]
+"""Bins, and how many of their blocks are known to be finished, from the bottom."""
 
 
 class Times:
@@ -85,6 +88,8 @@ class Accounts:
         )
         self.in_flight_times = Times()
         self.growth_times = Times()
+        self._binned: dict[int, tuple[int, int]] = {}
+        """Stream -> seqno of the oldest block in flight in its bins, and when a reading first saw it, in ns."""
         self.device_free = -1
 
     @property
@@ -116,7 +121,7 @@ class Accounts:
     def free_blocks(self) -> int:
         """Blocks that nobody holds."""
         shelves = self._shelves
-        return sum(len(shelf) for shelf in shelves.idle) + sum(1 for _ in shelves.retired()) + self._in_bins()
+        return sum(len(shelf) for shelf in shelves.idle) + sum(map(len, shelves.retired_shelves())) + self._in_bins()
 
     def in_flight(self) -> int:
         """Bytes freed and not known to be finished."""
@@ -152,29 +157,36 @@ class Accounts:
             self.in_flight_times.add(age / 1e9)
         self._shelves.aged.clear()
         idle_shelves = self._shelves.idle
-        idle = self._shelves.idle_bytes() + unreleased
+        # What is finished and still lies in a bin counts as idle: moving it is work, and a reading's is bounded.
+        graphs = registry.captures.numbers
+        done = [(bin_, n) for bin_, n in self._shelves.finished() if bin_.owner.number not in graphs]
+        done_blocks = sum(n for _, n in done)
+        done_bytes = sum(bin_.size * n for bin_, n in done)
+        idle = self._shelves.idle_bytes() + unreleased + done_bytes
         private = self._shelves.private_bytes()
         reserved = self._heap.reserved + unreleased
-        largest = max(shelf.largest() for shelf in idle_shelves)
-        releasable = self._releasable(idle_shelves, device.granularity) + unreleased
+        largest = max(*(shelf.largest() for shelf in idle_shelves), *(bin_.size for bin_, _ in done))
+        releasable = self._releasable(idle_shelves, done, device.granularity) + unreleased
         hits = self._hits()
         allocations = {reuse: self.served[reuse] for reuse in REUSE_KINDS}
         allocations["same_stream"] += sum(hits.values())
         nbytes = {reuse: self.served_bytes[reuse] for reuse in REUSE_KINDS}
         nbytes["same_stream"] += sum(size * n for size, n in hits.items())
         live = sum(allocations.values()) - self.frees
-        idle_blocks = sum(len(shelf) for shelf in idle_shelves)
-        retired_blocks = sum(1 for _ in self._shelves.retired()) + self._in_bins()
+        idle_blocks = sum(len(shelf) for shelf in idle_shelves) + done_blocks
+        retired_blocks = sum(map(len, self._shelves.retired_shelves())) + self._in_bins() - done_blocks
         with registry.lock:
             lines = registry.seen()
-        by_stream = self._per_stream(lines) if per_stream else ({}, {}, {})
+        in_flight = reserved - self.allocated - idle - private
+        totals = (self.allocated, in_flight, idle)
+        by_stream = self._per_stream(lines, done, graphs, totals) if per_stream else ({}, {}, {})
         now = device.clock_ns()
-        oldest = min((b.since for b in self._shelves.retired() if b.since), default=now)
+        oldest = min(self._shelves.oldest_since(now), self._binned_since(done, graphs, now))
         return Stats(
             allocated_bytes=self.allocated,
             requested_bytes=self.requested,
             reserved_bytes=reserved,
-            in_flight_bytes=reserved - self.allocated - idle - private,
+            in_flight_bytes=in_flight,
             idle_bytes=idle,
             private_bytes=private,
             largest_free_block_bytes=largest,
@@ -223,13 +235,14 @@ class Accounts:
             stream_idle_bytes=by_stream[2],
         )
 
-    def _releasable(self, shelves: Sequence[BestFit], granularity: int) -> int:
+    def _releasable(self, shelves: Sequence[BestFit], done: Finished, granularity: int) -> int:
         """Bytes of segments that lie wholly in one idle block.  Only blocks of a segment's least size can hold one."""
-        total = 0
+        blocks = [block for bin_, n in done if bin_.size >= granularity for block in bin_[:n]]
         for shelf in shelves:
-            for block in shelf.from_size(granularity if self._heap.joined else 1):
-                total += sum(segment.size for segment in self._heap.inside(block))
-        return total
+            blocks += shelf.from_size(granularity if self._heap.joined else 1)
+        if self._heap.joined:
+            return sum(segment.size for block in blocks for segment in self._heap.inside(block))
+        return sum(block.size for block in blocks if block.prev is None and block.next is None)  # one piece each
 
     def _hits(self) -> Counter[int]:
         hits = Counter(self._shelves.past_hits)
@@ -263,27 +276,62 @@ class Accounts:
             if any(n in orphans and q > orphans[n] for n, q in block.stamp.items())
         )
 
-    def _per_stream(self, lines: Iterable[Timeline]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-        """Bytes live, in flight and idle by owner: the largest by name, the rest as `other`.  O(blocks)."""
-        by_owner: tuple[dict[Owner | None, int], ...] = ({}, {}, {})
-        live, in_flight, idle = by_owner
-        for block in self._heap.blocks():
-            if block.state == LIVE:
-                into = live
-            else:  # on no shelf: some thread has taken it and is about to hand it out; in flight, as in the totals
-                into = idle if block.state == IDLE and block.shelf is not None else in_flight
-            owner = block.owner
-            into[owner] = into.get(owner, 0) + block.size
-        for bins in self._shelves.bins:  # what lies there still says that it is live
+    def _binned_since(self, done: Finished, graphs: Container[int], now: int) -> int:
+        """When a reading first saw the oldest block that is in flight in a bin; `now` if there is none.
+
+        No time is taken on the hot path, so the age of what lies in bins begins with the first look at it.
+        """
+        over = {id(bin_): n for bin_, n in done}
+        before, self._binned = self._binned, {}
+        for bins in self._shelves.bins:
             for owner, sizes in bins.items():
-                if binned := sum(len(b) * size for size, b in sizes.items()):
-                    live[owner] -= binned
-                    in_flight[owner] = in_flight.get(owner, 0) + binned
+                number = owner.number
+                if number in graphs:
+                    continue
+                for bin_ in sizes.values():
+                    n = over.get(id(bin_), 0)
+                    if n < len(bin_):
+                        seqno = bin_[n].stamp.at[number]
+                        known = self._binned.get(number)
+                        if known is None or seqno < known[0]:
+                            then = before.get(number)
+                            since = then[1] if then is not None and then[0] == seqno else now
+                            self._binned[number] = (seqno, since)
+        return min((since for _, since in self._binned.values()), default=now)
+
+    def _per_stream(
+        self, lines: Iterable[Timeline], done: Finished, graphs: Container[int], totals: Sequence[int]
+    ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """Bytes live, in flight and idle by owner: the largest by name, the rest as `other`.  O(bins + streams).
+
+        totals: the pool's figures, which these add up to; what is on its way between two places is `other`.
+        """
+        shelves = self._shelves
+        over = {id(bin_): n for bin_, n in done}
+        live, in_flight, idle = Counter(shelves.live), Counter[Owner | None](), Counter[Owner | None]()
+        for bins in shelves.bins:
+            for owner, sizes in bins.items():
+                for size, bin_ in sizes.items():
+                    if bin_:
+                        n = over.get(id(bin_), 0)
+                        live[owner] -= len(bin_) * size
+                        idle[owner] += n * size
+                        if owner.number not in graphs:  # else private, as in the totals
+                            in_flight[owner] += (len(bin_) - n) * size
+        for shelf in shelves.idle:
+            idle.update(shelf.by_owner)
+        for shelf in shelves.retired_shelves(graphs):
+            in_flight.update(shelf.by_owner)
+        by_owner = (live, in_flight, idle)
+        for sums, total in zip(by_owner, totals, strict=True):
+            sums[None] += total - sums.total()
         names = {line.number: line.name or str(line.number) for line in lines}
         figures: dict[str, list[int]] = {}
         for at, sums in enumerate(by_owner):
-            for owner, nbytes in sums.items():
-                name = names.get(owner.number, "other") if owner is not None else "other"
+            for whose, nbytes in sums.items():
+                if not nbytes:
+                    continue
+                name = names.get(whose.number, "other") if whose is not None else "other"
                 figures.setdefault(name, [0, 0, 0])[at] += nbytes
         ranked = sorted(figures, key=lambda name: (name == "other", -sum(figures[name])))
         result: tuple[dict[str, int], dict[str, int], dict[str, int]] = ({}, {}, {})
@@ -298,6 +346,13 @@ class Accounts:
         blocks = list(live)
         assert self.allocated == sum(b.size for b in blocks), (self.allocated, sum(b.size for b in blocks))
         assert self.requested == sum(b.requested for b in blocks)
+        by_owner = Counter[Owner | None]()
+        for block in blocks:
+            by_owner[block.owner] += block.size
+        for bins in self._shelves.bins:
+            for owner, sizes in bins.items():
+                by_owner[owner] += sum(len(b) * size for size, b in sizes.items())
+        assert +by_owner == self._shelves.live, (by_owner, self._shelves.live)
         assert all(0 < b.requested <= b.size and b.size == round_up(b.requested) for b in blocks)
         held = sum(b.size for b in self._shelves.retired())
         held += sum(len(b) * b.size for bins in self._shelves.bins for sizes in bins.values() for b in sizes.values())

@@ -212,6 +212,7 @@ class Canary:
         accounts.freed_sum += block.requested
         accounts.frees += 1
         block.generation += 1
+        self._shelves.leaves(block)
         block.state, block.stamp, block.users = RETIRED, EMPTY, None
         self.put_down(block, damage)
         accounts.mark()

@@ -14,7 +14,7 @@ Under the pool's lock; no driver call.  Next: canary.py, which fills and verifie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from allocator.blocks import KINDS, RETIRED, BestFit, Block, Heap
 from allocator.caching.ranges import Ranges
@@ -178,11 +178,10 @@ class CheckedShelves(Shelves):
             if not line.ended and (line.kind is not Kind.LEGACY or number in self._met):
                 yield describe(line)
 
-    def retired(self) -> Iterator[Block]:
-        """Every block that is free and not idle."""
-        yield from super().retired()
-        for shelf in (*self.dirty, *self.aside, *self.damaged):
-            yield from shelf
+    def retired_shelves(self, but: Container[int] = ()) -> Iterator[BestFit]:
+        """Where every block lies that is free and not idle."""
+        yield from super().retired_shelves(but)
+        yield from (*self.dirty, *self.aside, *self.damaged)
 
     def check(self) -> None:
         """As ever; and nothing lies in a bin, or is idle and not filled."""

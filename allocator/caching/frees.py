@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from allocator.blocks import MANY, Block, Owner
+from allocator.blocks import MANY, RETIRED, Block, Owner
 from allocator.caching.accounting import Accounts
 from allocator.caching.shelves import Shelves
 from allocator.config import Config
@@ -77,6 +77,39 @@ class Frees:
             queue.popleft()
         return self.crossing and self._due()
 
+    def drain_some(self, most: int) -> None:
+        """Stamp and put down the oldest of the queued blocks, `most` at most; for readings, whose work is bounded.
+
+        Under the pool's lock; no driver call.  The queue is longer than usual only where nobody calls the pool.
+        """
+        queue = self.queue
+        if len(queue) <= most:
+            self.drain()
+            return
+        for _ in range(most):
+            block, generation, named = queue[0]
+            if block.generation == generation:
+                self._put_down(block, named)
+            queue.popleft()
+
+    def _put_down(self, block: Block, named: Timeline | Anyone | None) -> None:
+        """One block that is freed: what `drain` does, which has it inline for the sake of the hot path."""
+        bin_ = block.bin
+        if bin_ is None or named is not None or bin_.owner.ended:
+            self._retire(block, named)
+            return
+        owner = bin_.owner
+        block.stamp = self._registry.stamp(owner, bin_.assumed)  # type: ignore[arg-type]  # owners are timelines
+        block.generation += 1
+        accounts = self._accounts
+        accounts.frees += 1
+        accounts.freed_sum += block.requested
+        accounts.allocated -= bin_.size
+        accounts.low = min(accounts.low, accounts.allocated)
+        bin_.append(block)
+        if owner is not self._first:
+            self._met(owner)
+
     def _due(self) -> bool:
         """Enough frees or bytes since the last time?  Under pressure always: a late event covers later work as well."""
         accounts = self._accounts
@@ -117,6 +150,8 @@ class Frees:
         if block.assumed or named is ANYONE:
             stamp = stamp.joined(VectorClock({CONTEXT: self._registry.context.pending}))
         if named is ANYONE:
+            self._shelves.leaves(block)
+            block.state = RETIRED
             block.owner = None  # the owner waits as well
         if users or named is ANYONE:
             block.sole = MANY

@@ -446,18 +446,20 @@ class CachingAllocator:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def stats(self, *, per_stream: bool = False) -> Stats:
+    def stats(self, *, per_stream: bool = False, most: int | None = None) -> Stats:
         """The pool's statistics, consistent in themselves.
 
-        per_stream: also the figures by stream, which cost O(blocks).  Driver calls: one query for each stream
-        with unsealed frees, and of the events in flight; none that can block.
+        per_stream: also the figures by stream, which cost O(blocks).  most: see to that many queued frees, and put
+        down that many finished blocks, at most; the rest stays `pending_frees` and in flight, and is left to the next
+        call.  None: all of it, however long that takes.  Driver calls: one query for each stream with unsealed frees,
+        and of the events in flight; none that can block.
         """
         self._registry.check_forked()
-        self._ask()
+        self._ask(most)
         with self._lock:
             self._accounts.mark()
-            self._shelves.flush_finished(AT_SCRAPE)
-            self._shelves.refresh()
+            self._shelves.flush_finished(AT_SCRAPE if most is None else most)
+            self._shelves.refresh(most)
             return self._accounts.stats(
                 self.device,
                 self._registry,
@@ -468,12 +470,12 @@ class CachingAllocator:
                 per_stream=per_stream,
             )
 
-    def _ask(self) -> None:
-        """Find out what is over, without waiting."""
+    def _ask(self, most: int | None = None) -> None:
+        """Find out what is over, without waiting.  most: how many queued frees to see to."""
         reap()
         self._registry.sweep_now()
         self._sealing.end_finished()
-        waiting = self._settling.waiting()
+        waiting = self._settling.waiting(most)
         with self._registry.lock:
             poisoned = [line for line in self._registry.seen() if line.poisoned is not None]
         self._settling.poll(waiting.lines)

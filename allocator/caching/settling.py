@@ -55,11 +55,14 @@ class Settling:
         self._lock = lock
         self._context_events = config.context_events
 
-    def waiting(self) -> Waiting:
-        """What free memory waits for now, the frees queued so far included."""
+    def waiting(self, most: int | None = None) -> Waiting:
+        """What free memory waits for now, the frees queued so far included; of those `most` at most, if it is given."""
         with self._lock:
             self._accounts.mark()
-            self._frees.drain()
+            if most is None:
+                self._frees.drain()
+            else:
+                self._frees.drain_some(most)
             return self._waiting()
 
     def _waiting(self) -> Waiting:

@@ -22,6 +22,7 @@ from allocator import (
     SimDevice,
     Stream,
 )
+from allocator.blocks import LIVE
 from allocator.caching.canary import PATTERN, Canary
 from allocator.caching.checked_shelves import CheckedShelves
 from allocator.caching.shelves import Shelves
@@ -643,6 +644,8 @@ def test_mutant_a_bin_passes_the_verification_by_is_caught(lab: Lab, monkeypatch
 
 def test_mutant_filling_before_the_work_is_over_is_caught(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def place(self: CheckedShelves, block: Any) -> None:
+        if block.state == LIVE:
+            self.leaves(block)
         self.put_idle(block)
 
     monkeypatch.setattr(CheckedShelves, "place", place)
