@@ -22,6 +22,7 @@ from typing import Any
 
 from allocator.allocation import Allocation
 from allocator.blocks import Block, Heap
+from allocator.caching import html
 from allocator.caching.accounting import Accounts
 from allocator.caching.canary import Canary
 from allocator.caching.capturing import Capturing
@@ -734,6 +735,31 @@ class CachingAllocator:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{format_size(self._heap.reserved)} reserved"
         return f"<CachingAllocator {self.name!r} on {self.device.label}: {state}>"
+
+    def _repr_html_(self) -> str:
+        """A summary for a notebook cell.  Never raises.  Driver calls: those of `stats`, none that can block."""
+        title = f"{self.name} on {self.device.label}"
+        if self._registry.forked:
+            why = "made in the parent of this process: CUDA does not survive a fork; make a new pool here"
+            return html.page(title, [html.notice(why)])
+        try:
+            stats = self.stats(per_stream=True, most=AT_SCRAPE)
+            notices = []
+            if self._closed:
+                notices.append("closed: no new allocations; what is left here goes back as soon as it is free")
+            if stats.device_lost:
+                notices.append(
+                    f"the device is lost ({self._registry.lost}): every allocation fails; restart the process"
+                )
+            if stats.poisoned_streams:
+                notices.append(
+                    f"{stats.poisoned_streams} streams answer with errors, and what they used stays in flight"
+                )
+            if stats.out_of_memory:
+                notices.append(f"{stats.out_of_memory:,} allocations have failed: out of memory")
+            return html.summary(title, stats, notices)
+        except Exception as error:  # a cell that shows a pool must not fail because of it
+            return html.page(title, [html.notice(f"cannot be read: {error}")])
 
 
 def _inside(registry: Registry) -> bool:
