@@ -56,11 +56,9 @@ class CheckedGrowth(Growth):
             self._keep(segment, ptr)
             return 0
         if damage is None:
-            given = super()._detach(segment, reason)
-            if given or not segment.ptr:
-                with self._lock:
-                    canary.gone(ptr, ptr + size)
-            return given
+            with self._lock:  # now: once it is given back, another thread may grow into these very addresses
+                canary.gone(ptr, ptr + size)
+            return super()._detach(segment, reason)
         with self._lock:
             self._accounts.mark()
             self.growing -= size

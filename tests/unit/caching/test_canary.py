@@ -457,6 +457,50 @@ def test_memory_that_could_not_be_filled_is_not_served_before_it_was(lab: Lab) -
     pool.allocate(SIZE, stream=lab.a).close()
 
 
+@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease"])
+def test_s10_memory_that_the_driver_does_not_take_back_is_filled_again_or_tried_again(lab: Lab, call: str) -> None:
+    pool = lab.pool()
+    lab.used(pool, lab.a)
+    lab.gpu.fail(call, error="CUDA_ERROR_UNKNOWN")
+    assert pool.trim() == 0
+    pool.check()
+    pool.stats()
+    pool.trim()
+    assert lab.gpu.used_bytes == 0 and pool.stats().reserved_bytes == 0
+    lab.used(pool, lab.b)
+    pool.check()
+    assert lab.gpu.races == []
+
+
+def test_s16_memory_that_another_thread_is_reading_is_waited_for_before_an_error(lab: Lab) -> None:
+    """The reader stands still until the allocation has begun to wait, which only the reader's end can end."""
+    pool = lab.pool(limit=SIZE, wait_timeout=30)
+    lab.used(pool, lab.a)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def hook(name: str) -> None:
+        if name == "cuMemcpyDtoHAsync" and threading.current_thread() is reader:
+            reading.set()
+            assert go_on.wait(30)
+
+    lab.gpu.before_call = hook
+    reader = threading.Thread(target=pool.check)
+    reader.start()
+    assert reading.wait(30)
+    canary = pool._canary
+    assert canary is not None and canary.at_work
+
+    def release_the_reader(nbytes: int) -> bool:
+        go_on.set()
+        return False
+
+    pool.on_out_of_memory(release_the_reader)  # step 10; 9 has found nothing
+    x = pool.allocate(SIZE, stream=lab.b)
+    reader.join(30)
+    assert not reader.is_alive()
+    x.close()
+
+
 def test_r11_a_lost_device_is_no_second_error(lab: Lab) -> None:
     gpu = SimDevice()
     pool = CachingAllocator(gpu, config=Config(canary=True))
