@@ -22,7 +22,9 @@ from allocator.integrations.cupy.watch import Classes
 
 __all__ = ["Memory", "MemoryPool", "install", "malloc", "observe", "pools", "record_stream", "uninstall"]
 
-_installation = Installation(Classes(library.BaseStream, library.Event, library.MemoryHook, library.runtime))
+_installation = Installation(
+    Classes(library.BaseStream, library.Event, library.MemoryHook, library.runtime, library.Array)
+)
 
 
 def install(

@@ -38,6 +38,7 @@ BaseStream: Any = streams._BaseStream
 Stream: Any = streams.Stream
 Event: Any = streams.Event
 runtime: Any = cupy.cuda.runtime
+Array: Any = cupy.ndarray
 current_stream: Callable[[], Any] = streams.get_current_stream
 
 CAPTURING_LIBRARIES: Final = (

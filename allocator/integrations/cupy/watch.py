@@ -1,7 +1,8 @@
 """What CuPy's own streams and events tell us, by wrapping their methods.
 
     seeing     every stream that CuPy makes, makes current, records on or waits on gets a timeline: any of them may use
-               memory that was never declared (R3).  Never off while memory of ours lives
+               memory that was never declared (R3); also the stream of a library that takes an array over, through
+               DLPack or the CUDA array interface.  Never off while memory of ours lives
     learning   marks and waits of the program let memory serve other streams sooner (R5): an event of ours is recorded
                beside the program's, just before it, and waited for beside it.  May be off
     captures   begin and end, so that nothing touches a captured stream (R10), and its memory stays the graph's
@@ -16,12 +17,14 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from allocator.devices import Device
 from allocator.errors import AllocatorError, DriverError, StreamCapturing
+from allocator.integrations.cupy.memory import Memory
 from allocator.streams import Capture, GraphToken, Registry, Sealed, Sealing, Timeline, target
 
 _log = logging.getLogger("allocator")
@@ -45,9 +48,12 @@ class Beside:
 class Classes:
     """The classes that are watched: CuPy's, or stand-ins with the same methods."""
 
-    def __init__(self, stream: Any, event: Any, memory_hook: Any = None, runtime: Any = None) -> None:
+    def __init__(
+        self, stream: Any, event: Any, memory_hook: Any = None, runtime: Any = None, array: Any = None
+    ) -> None:
         self.stream = stream
         self.event = event
+        self.array = array
         self.memory_hook = memory_hook
         self.runtime = runtime
 
@@ -105,6 +111,9 @@ class Watch:
         if self._classes.runtime is not None:
             self._wrap(self._classes.runtime, "streamBeginCapture", self._raw_begin_capture)
             self._wrap(self._classes.runtime, "streamEndCapture", self._raw_end_capture)
+        if self._classes.array is not None:
+            self._wrap(self._classes.array, "__dlpack__", self._dlpack)
+            self._wrap_interface(self._classes.array)
         hooks = self._classes.memory_hook
         for found in gc.get_objects():  # made before us, perhaps used by name only
             kind = type(found)
@@ -132,6 +141,18 @@ class Watch:
 
         setattr(owner, name, wrapper)
         self._originals.append((owner, name, own))
+
+    def _wrap_interface(self, array: Any) -> None:
+        """`__cuda_array_interface__` is an attribute, not a method: a property in front of it."""
+        name = "__cuda_array_interface__"
+        original = getattr(array, name)
+
+        def read(instance: Any) -> Any:
+            self._exported(instance, None)
+            return original.__get__(instance, type(instance))
+
+        self._originals.append((array, name, vars(array).get(name)))
+        setattr(array, name, property(read))
 
     # -- seeing ------------------------------------------------------------------------------------
 
@@ -185,6 +206,27 @@ class Watch:
         result = original(stream, *args, **kwargs)
         self.see(stream)
         return result
+
+    def _dlpack(self, original: Callable[..., Any], array: Any, *args: Any, **kwargs: Any) -> Any:
+        self._exported(array, kwargs.get("stream", args[0] if args else None))
+        return original(array, *args, **kwargs)
+
+    def _exported(self, array: Any, handle: Any) -> None:
+        """Another library is given the array, to be used on the stream `handle`, or on its own current one."""
+        memory = array.data.mem
+        if not isinstance(memory, Memory) or not memory.ptr:
+            return
+        registry = Registry.of(memory.pool.device)
+        stream = _torchs(memory.device_id, handle)
+        if stream is None and isinstance(handle, int) and handle > 2:
+            stream = handle
+        if stream is not None:
+            try:
+                registry.resolve(stream)
+            except (AllocatorError, TypeError, ValueError) as error:
+                if not registry.forked and registry.lost is None:
+                    _log.warning("the stream that takes over an array cannot be identified: %s", str(error))
+                    registry.new_unknown_line()  # whatever it may use stays with its owners
 
     def _hook_enter(self, original: Callable[..., Any], hook: Any) -> Any:
         self._on_hook_use()
@@ -373,6 +415,15 @@ class Watch:
 def _handle(registry: Registry, stream: Any) -> int | None:
     """The handle that the running call was given: alive for its length (R9)."""
     return target(registry.device, stream)[1]
+
+
+def _torchs(device: int, handle: Any) -> Any:
+    """PyTorch's current stream of the device, if it is the one meant: its streams live for ever, handles need not."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    stream = torch.cuda.current_stream(device)
+    return stream if stream.cuda_stream and handle in (None, -1, stream.cuda_stream) else None
 
 
 def _captures(registry: Registry, stream: Any) -> bool:

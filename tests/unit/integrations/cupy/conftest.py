@@ -42,7 +42,7 @@ Start = Callable[..., CachingAllocator]
 def installation(library: FakeCupy) -> Iterator[Installation]:
     """An installation of its own, not switched on yet."""
     before = (cupy.cuda.get_allocator(), cupy.get_default_memory_pool())
-    found = Installation(Classes(library.BaseStream, library.Event))
+    found = Installation(Classes(library.BaseStream, library.Event, array=cupy.ndarray))
     yield found
     found.uninstall()
     gc.collect()

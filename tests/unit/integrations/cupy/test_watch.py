@@ -6,7 +6,9 @@ Controls show that it would have seen one.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -139,6 +141,53 @@ def test_r3_a_stream_used_by_name_only_gates_what_it_may_read(
         y = array(2 * MIB)
     c.kernel(writes=(y,))
     assert span(y)[0] != where
+
+
+class _Torch:
+    """As much of PyTorch as is asked: its current stream, which lives for ever."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.cuda = self
+        self._stream = _TorchStream(stream)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_stream(self, device: int) -> _TorchStream:
+        return self._stream
+
+
+class _TorchStream:
+    def __init__(self, stream: Stream) -> None:
+        self.cuda_stream = stream.handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.cuda_stream)
+
+
+@pytest.mark.parametrize("how", ["dlpack, torch's stream", "dlpack, a bare handle", "cuda array interface"])
+def test_r3_a_library_that_takes_an_array_over_is_seen_with_its_stream(
+    pool: CachingAllocator, library: FakeCupy, gpu: SimDevice, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    theirs = Stream(gpu)  # a stream that CuPy has never heard of
+    if how != "dlpack, a bare handle":
+        monkeypatch.setitem(sys.modules, "torch", _Torch(theirs))
+    a, c = library.Stream(non_blocking=True), library.Stream(non_blocking=True)
+    with a:
+        x = array(2 * MIB)
+    a.kernel(writes=(x,))
+    with contextlib.suppress(Exception):  # without a driver CuPy cannot finish it
+        _ = x.__cuda_array_interface__ if how == "cuda array interface" else x.__dlpack__(stream=theirs.handle)
+    gpu.hold(theirs)
+    a.synchronize()
+    gpu.launch(theirs, reads=[span(x)])
+    where = span(x)[0]
+    del x
+    with c:
+        y = array(2 * MIB)
+    c.kernel(writes=(y,))
+    assert span(y)[0] != where
+    gpu.resume(theirs)
 
 
 def test_with_the_watch_off_an_unseen_stream_would_be_overtaken(gpu: SimDevice, library: FakeCupy) -> None:
