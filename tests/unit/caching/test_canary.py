@@ -708,3 +708,38 @@ def test_mutant_handing_out_before_the_fill_is_known_to_be_over_is_caught(
 ) -> None:
     monkeypatch.setattr(SimDevice, "stream_synchronize", lambda self, stream: None)
     assert not honest_program(lab)
+
+
+def test_r10_memory_of_a_reported_capture_is_its_graphs_until_that_has_gone(lab: Lab) -> None:
+    """Replays write what the capture had: nothing of it is filled, and so nobody is accused, while the graph lives."""
+    pool = lab.pool()
+    captures = pool._registry.captures
+    line, handle = lab.a.timeline, lab.a.handle
+    before = pool.allocate(SIZE, stream=lab.b)
+    lab.used(pool, lab.b)  # idle: serves the capture, verified meanwhile
+    capture = captures.begin(line, handle)
+    lab.gpu.begin_capture(lab.a)
+    inner = pool.allocate(SIZE, stream=lab.a)
+    lab.gpu.launch(lab.a, US, writes=[inner, before])
+    spans = [(x.ptr, x.size) for x in (inner, before)]
+    inner.close()
+    again = pool.allocate(SIZE, stream=lab.a)
+    again.close()
+    graph = lab.gpu.end_capture(lab.a)
+    token = captures.end(capture)
+    before.close()
+    for _ in range(3):
+        graph.launch(lab.b)
+        lab.gpu.run_until_idle()
+        pool.check()
+        with pool.allocate(SIZE, stream=lab.c) as x:
+            assert all(not x.ptr < ptr + size or not ptr < x.ptr + x.size for ptr, size in spans)
+    graph.close()
+    del token
+    pool.stats()
+    lab.gpu.run_until_idle()
+    pool.settle()
+    pool.check()
+    stats = pool.stats()
+    assert (stats.in_flight_bytes, stats.private_bytes, pool.corruptions) == (0, 0, 0)
+    assert lab.gpu.races == []
