@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -600,6 +602,19 @@ def test_s21_a_forked_child_says_nothing_and_hangs_nowhere(lab: Lab) -> None:
     kept.close()
     with pytest.raises(CorruptionError):
         pool.close()
+
+
+def test_a_process_ends_without_a_word_also_with_damage_that_nobody_has_found() -> None:
+    code = (
+        "import allocator\n"
+        "gpu = allocator.SimDevice()\n"
+        "pool = allocator.CachingAllocator(gpu, config=allocator.Config(canary=True))\n"
+        "a = allocator.Stream(gpu); x = pool.allocate(1000, stream=a); span = x.ptr, x.size; x.close()\n"
+        "gpu.hold(a); gpu.launch(a, writes=[span])\n"
+        "cycle = [pool.allocate(5), pool, a]; cycle.append(cycle)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_streams_that_come_and_go_leave_no_names_behind(lab: Lab) -> None:
