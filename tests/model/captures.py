@@ -26,7 +26,7 @@ REPEATED = frozenset({"work", "launch", "stats", "trim", "settle", "sync", "idle
 """Steps without effect when they were just taken."""
 
 BASIC = ("alloc", "work", "free", "begin", "end", "launch", "drop")
-ORDER = (*BASIC, "wait")
+ORDER = (*BASIC, "wait_stream")
 NB, MIXED, USUAL = ("nb", "nb"), ("blocking", "nb"), ("legacy", "blocking")
 EAGER: dict[str, Any] = {"seal_frees": 1}
 ONE_PAGE: dict[str, Any] = {"limit": 2 * MIB, "wait_on_demand": False}
@@ -46,8 +46,8 @@ GRAPH_UNIVERSES: Final = (
     _g("time", ("blocking", "blocking"), (*BASIC, "idle", "stats")),
     _g("context", NB, (*BASIC, "idle", "stats"), config=CONTEXT),
     _g("context-declared", MIXED, (*ORDER, "stats"), assumed=False, config=CONTEXT),
-    _g("join", ("nb", "nb", "nb"), ("alloc", "work", "free", "begin", "end", "wait"), blocks=4),
-    _g("join-blocking", MIXED, ("alloc", "work", "free", "begin", "end", "wait", "stats"), assumed=False),
+    _g("join", ("nb", "nb", "nb"), ("alloc", "work", "free", "begin", "end", "wait_stream"), blocks=4),
+    _g("join-blocking", MIXED, ("alloc", "work", "free", "begin", "end", "wait_stream", "stats"), assumed=False),
     _g("two", NB, BASIC, captures=2),
     _g("two-declared", MIXED, (*BASIC, "stats"), captures=2, assumed=False, config=EAGER),
     _g("one-page", NB, ORDER, config=ONE_PAGE),
@@ -74,7 +74,7 @@ def steps_of(universe: GraphUniverse) -> list[Step]:
             found += [(word, b, s) for b in blocks for s in slots]
         elif word == "free":
             found += [(word, b) for b in blocks]
-        elif word == "wait":
+        elif word == "wait_stream":
             found += [(word, s, t) for s in slots for t in slots if s != t]
         elif word in ("work", "begin", "end", "sync"):
             found += [(word, s) for s in slots]
@@ -97,7 +97,7 @@ def independent(universe: GraphUniverse, one: Step, two: Step) -> bool:
         return other[0] in UNAWARE and not (queued[0] == "drop" and other[0] == "launch" and queued[1] == other[1])
     if a in TIME or b in TIME:
         # A mark is over when the work before it is, and a capture has no time: whether time passes before or after.
-        return (b if a in TIME else a) in ("wait", "begin", "end")
+        return (b if a in TIME else a) in ("wait_stream", "begin", "end")
     if {a, b} <= {"work", "use"}:
         slots = slots_of(one) + slots_of(two)
         return len(set(slots)) == 2 and all(universe.kinds[s] != "legacy" for s in slots)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.model.enumerate import BLOCKING
-from tests.model.programs import Step, Universe
+from tests.model.programs import Program, Step, Universe
 
 Op = tuple[int, int]
 """A stream's slot, and which of its operations."""
@@ -233,7 +233,7 @@ class Contract:
         number = self.capture_of(slot)
         return number >= 0 and self.graphs[number].origin == slot and self.graphs[number].joined
 
-    def _may_wait(self, slot: int, other: int) -> bool:
+    def _may_wait_stream(self, slot: int, other: int) -> bool:
         mine, theirs = self.capture_of(slot), self.capture_of(other)
         if theirs < 0:
             news = _join(self.position(slot), self.position(other)) != self.position(slot)
@@ -283,9 +283,7 @@ class Contract:
         number = self.capture_of(slot)
         during = frozenset(n for n, g in enumerate(self.graphs) if not g.over)
         if number >= 0:
-            self.blocks.append(
-                Made(slot, (slot, self.graphs[number].steps[slot]), self.freed, number, captures=during)
-            )
+            self.blocks.append(Made(slot, (slot, self.graphs[number].steps[slot]), self.freed, number, captures=during))
             self._take_work(slot, [len(self.blocks) - 1])
             return
         self.blocks.append(Made(slot, self._count(slot), self.freed, captures=during))
@@ -331,7 +329,7 @@ class Contract:
         number = self.capture_of(slot)
         self.graphs[number] = replace(self.graphs[number], over=True)
 
-    def _take_wait(self, slot: int, other: int) -> None:
+    def _take_wait_stream(self, slot: int, other: int) -> None:
         number = self.capture_of(other)
         if number < 0:
             mark = self.reach(other) if self.universe.kinds[other] == "legacy" else self.position(other)
@@ -392,4 +390,14 @@ def slots_of(step: Step) -> tuple[int, ...]:
         return (step[1],)
     if word in ("use", "launch"):
         return (step[2],)
-    return step[1:] if word == "wait" else ()
+    return step[1:] if word == "wait_stream" else ()
+
+
+def is_allowed(universe: GraphUniverse, program: Program) -> bool:
+    """Is the program right?"""
+    contract = Contract.start(universe)
+    for step in program:
+        if not contract.allows(step):
+            return False
+        contract.take(step)
+    return True

@@ -1,8 +1,9 @@
 """Runs every program of a universe: `python -m tests.model.exhaustive --length 6 --jobs 2`.
 
-`--graphs` runs those with graph captures instead (captures.py).  Work is cut into the programs' first two steps.  `--state FILE` notes each such unit when it is done, so that a
-run can be broken off and taken up again; `--shard 1/4` takes every fourth unit.  Exit status 1 if a right program
-went wrong, with the program in one line, which `--program` plays again.
+`--graphs` runs those with graph captures instead (captures.py).  Work is cut into the programs' first two steps.
+`--state FILE` notes each such unit when it is done, so that a run can be broken off and taken up again; `--shard 1/4`
+takes every fourth unit.  Exit status 1 if a right program went wrong, with the program in one line, which `--program`
+plays again.
 """
 
 from __future__ import annotations
@@ -137,10 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = options.universe or [universe.name for universe in (GRAPH_UNIVERSES if options.graphs else UNIVERSES)]
     if options.program:
         universe, program = ALL_BY_NAME[names[0]], parse(options.program)
-        if isinstance(universe, GraphUniverse):
-            wrong = GraphPlayer(universe).run(program)
-        else:
-            wrong = judge(universe, program)
+        wrong = GraphPlayer(universe).run(program) if isinstance(universe, GraphUniverse) else judge(universe, program)
         print(wrong or "nothing went wrong, or the program itself is wrong")
         return int(wrong is not None)
     part, parts = map(int, options.shard.split("/"))

@@ -126,11 +126,11 @@ class GraphPlayer(Player):
             raise Wrong(f"the capture was killed: {error}") from None
         self._graphs[number] = graph, self.captures.end(capture)
 
-    def do_wait(self, slot: int, other: int) -> None:
+    def do_wait_stream(self, slot: int, other: int) -> None:
         """The stream waits for the other, and so joins a capture that the other takes part in."""
         number = self.contract.capture_of(other)
         if number < 0:
-            self.do_wait_stream(slot, other)
+            super().do_wait_stream(slot, other)
             return
         capture, waiting = self._active[number], self.streams[slot]
         assert capture is not None
@@ -195,25 +195,25 @@ class GraphPlayer(Player):
             if graph.over:
                 continue
             for slot in graph.steps:
-                if contract.allows(("wait", graph.origin, slot)):
-                    yield ("wait", graph.origin, slot)
+                if contract.allows(("wait_stream", graph.origin, slot)):
+                    yield ("wait_stream", graph.origin, slot)
             yield ("end", graph.origin)
-        yield from self._grab()
+        yield from self._grab(slots)
         for number, graph in enumerate(contract.graphs):
             if not graph.alive:
                 continue
-            for slot in slots:
+            for slot in sorted(slots, key=graph.steps.__contains__):  # first on one that took no part
                 if contract.allows(("launch", number, slot)):
                     yield ("launch", number, slot)
         for number, graph in enumerate(contract.graphs):
             if graph.alive:
                 yield ("drop", number)
         yield ("stats",)
-        yield from self._grab()
+        yield from self._grab(slots[::-1])
 
-    def _grab(self) -> Iterator[Step]:
+    def _grab(self, slots: Sequence[int]) -> Iterator[Step]:
         for size in self.universe.sizes:
-            for slot in range(len(self.streams)):
+            for slot in slots:
                 if self.contract.allows(("alloc", slot, size)):
                     yield ("alloc", slot, size)
 

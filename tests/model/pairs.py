@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from allocator import OutOfMemoryError
+from allocator.devices.sim.capture import Graph
 from allocator.sizes import MIB
+from allocator.streams import Capture, GraphToken
 from tests.model.programs import DURATION_NS, SIZES, Player, Step, Universe, parse
 from tests.model.threads import Plan, Scheduler, plans
 
@@ -40,7 +42,12 @@ class Pair:
 
 
 class Slots(Player):
-    """A player whose blocks are named by the program, as two threads allocate in any order."""
+    """A player whose blocks are named by the program, as two threads allocate in any order; one capture at a time."""
+
+    def __init__(self, universe: Universe) -> None:
+        super().__init__(universe)
+        self.capture: Capture | None = None
+        self.graph: tuple[Graph, GraphToken] | None = None
 
     def do_into(self, block: int, slot: int, size: int) -> None:
         """Allocate into the block number given, and write."""
@@ -64,6 +71,43 @@ class Slots(Player):
     def do_seal(self) -> None:
         """What the pool does every `seal_frees` frees."""
         self.pool._settling.seal()
+
+    def do_begin(self, slot: int) -> None:
+        """A capture begins, reported by a hook."""
+        stream = self.streams[slot]
+        self.capture = self.pool._registry.captures.begin(stream.line, stream.handle)
+        self.gpu.begin_capture(stream, "relaxed")  # another thread may end it
+
+    def do_join(self, slot: int, other: int) -> None:
+        """The stream waits for the other, one of the two takes part in the capture: it joins, or is joined back."""
+        stream = self.streams[slot]
+        assert self.capture is not None
+        with self.gpu.program_scope():
+            event = self.gpu.event_create()
+            self.gpu.event_record(event, self.streams[other].handle)
+            self.pool._registry.captures.join(self.capture, stream.line, stream.handle)
+            self.gpu.stream_wait_event(stream.handle, event)
+            self.gpu.event_destroy(event)
+
+    def do_end(self, slot: int) -> None:
+        """The capture ends: an error if it was killed."""
+        assert self.capture is not None
+        graph = self.gpu.end_capture(self.streams[slot])
+        self.graph = graph, self.pool._registry.captures.end(self.capture)
+
+    def do_launch(self, slot: int) -> None:
+        """The graph."""
+        assert self.graph is not None
+        self.graph[0].launch(self.streams[slot])
+
+    def do_drop(self) -> None:
+        """The graph is destroyed."""
+        self.graph = None
+
+    def close(self) -> str | None:
+        """As any player's; a graph ends with it."""
+        self.graph = None
+        return super().close()
 
     def do_check(self) -> None:
         """The pool's own check."""
@@ -276,5 +320,44 @@ PAIRS: Final = (
         "tick; tick; stats; into 8 1 1; into 9 2 1",
         config={"context_events": True, **EAGER},
         assumed=True,
+    ),
+    Pair(
+        "s18_a_capture_begins_while_its_stream_is_asked",
+        "into 0 0 1; into 1 1 1; free 0; free 1",
+        "begin 0",
+        "stats",
+        "end 0; launch 1; drop; " + TAKE,
+    ),
+    Pair(
+        "s18_a_blocking_stream_captures_while_legacy_is_asked",
+        "into 0 2 1; into 1 0 1; free 0; free 1",
+        "begin 1",
+        "stats",
+        "end 1; launch 0; drop; stats; into 8 0 1",
+        kinds=MIXED,
+    ),
+    Pair(
+        "s18_a_capture_begins_while_the_whole_context_is_marked",
+        "into 0 0 1; into 1 1 1; free 0; free 1; stats",
+        "begin 0",
+        "seal",
+        "end 0; launch 1; drop; " + TAKE,
+        config={"context_events": True, **EAGER},
+        assumed=True,
+    ),
+    Pair(
+        "s18_a_stream_joins_a_capture_while_it_is_asked",
+        "into 0 0 1; into 1 1 1; free 0; free 1; begin 0",
+        "join 1 0",
+        "stats",
+        "join 0 1; end 0; launch 1; drop; " + TAKE,
+    ),
+    Pair(
+        "s18_a_block_is_taken_while_a_capture_begins",
+        "into 0 0 1; into 1 1 1; free 1",
+        "begin 0; use 0 0; free 0; end 0",
+        "into 2 1 1; free 2; into 3 1 1",
+        "idle; stats; into 8 1 1; into 9 1 1; launch 2; drop; stats; into 10 1 1",
+        config={"small_request": 2 * MIB},
     ),
 )

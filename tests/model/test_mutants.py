@@ -6,23 +6,33 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.model.capture_mutants import CAPTURE_MUTANTS
+from tests.model.capture_scenes import CAPTURE_SCENES
+from tests.model.contract import GraphUniverse, is_allowed
+from tests.model.exhaustive import ALL_BY_NAME, player_for
+from tests.model.graphs import GraphPlayer
 from tests.model.mutants import MUTANTS, Mutant
 from tests.model.pairs import PAIRS, Pair, run_pair
-from tests.model.programs import Player, is_right, judge, parse
+from tests.model.programs import is_right, judge, parse
 from tests.model.scenes import SCENES
 from tests.model.threads import Plan, plans
-from tests.model.universes import BY_NAME
 
+ALL = (*MUTANTS, *CAPTURE_MUTANTS)
+ALL_SCENES = {**SCENES, **CAPTURE_SCENES}
 BY_PAIR = {pair.name: pair for pair in PAIRS}
 
 
 def caught_by_a_program(mutant: Mutant, name: str, line: str) -> bool:
     """The program is right, the pool plays it well, and the mutant does not."""
-    universe, program = BY_NAME[name], parse(line)
-    assert is_right(universe, program)
-    assert judge(universe, program) is None
+    universe, program = ALL_BY_NAME[name], parse(line)
+    if isinstance(universe, GraphUniverse):
+        assert is_allowed(universe, program)
+        assert GraphPlayer(universe).run(program) is None
+    else:
+        assert is_right(universe, program)
+        assert judge(universe, program) is None
     with mutant.applied():
-        player = Player(universe)
+        player = player_for(universe)
         try:
             return (player.run(program) or player.close()) is not None
         except Exception:
@@ -46,13 +56,13 @@ def caught_by_a_pair(mutant: Mutant, pair: Pair) -> bool:
     return False
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", ALL, ids=lambda m: m.name)
 def test_the_mutant_is_caught(mutant: Mutant) -> None:
     how, _, what = mutant.catch.partition(": ")
     if how == "pair":
         assert caught_by_a_pair(mutant, BY_PAIR[what])
     elif how == "scene":
-        scene = SCENES[what]
+        scene = ALL_SCENES[what]
         assert scene() is None
         with mutant.applied():
             try:
@@ -64,13 +74,13 @@ def test_the_mutant_is_caught(mutant: Mutant) -> None:
         assert caught_by_a_program(mutant, how, what)
 
 
-@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+@pytest.mark.parametrize("scene", ALL_SCENES.values(), ids=ALL_SCENES)
 def test_in_every_scene_all_is_well(scene: object) -> None:
     assert callable(scene)
     assert scene() is None
 
 
 def test_every_rule_that_programs_can_break_has_a_mutant() -> None:
-    rules = {mutant.name.partition("_")[0] for mutant in MUTANTS}
+    rules = {mutant.name.partition("_")[0] for mutant in ALL}
     # R12 speaks of memory that the host can touch, which this pool does not hand out.
     assert rules == {f"r{n}" for n in range(1, 14)} - {"r12"}
