@@ -729,7 +729,7 @@ def test_r10_memory_of_a_reported_capture_is_its_graphs_until_that_has_gone(lab:
     """Replays write what the capture had: nothing of it is filled, and so nobody is accused, while the graph lives."""
     pool = lab.pool()
     captures = pool._registry.captures
-    line, handle = lab.a.timeline, lab.a.handle
+    line, handle = lab.a.line, lab.a.handle
     before = pool.allocate(SIZE, stream=lab.b)
     lab.used(pool, lab.b)  # idle: serves the capture, verified meanwhile
     capture = captures.begin(line, handle)
