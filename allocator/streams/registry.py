@@ -133,6 +133,11 @@ class Registry:
             self.local.per_thread = token = _ThreadToken(line, self.finished)
         return token.line
 
+    def per_thread_if_known(self) -> Timeline | None:
+        """The same if this thread has asked before; no driver call."""
+        token: _ThreadToken | None = getattr(self.local, "per_thread", None)
+        return None if token is None else token.line
+
     def adopt(self, handle: int, owner: object, *, non_blocking: bool, name: str | None) -> Timeline:
         """A timeline for a stream that we have just made.  Driver call: `cuStreamGetId`."""
         device = self.device

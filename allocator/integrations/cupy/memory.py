@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from allocator.blocks import Block
 from allocator.caching import CachingAllocator
+from allocator.devices import PER_THREAD
 from allocator.errors import OutOfMemoryError
 from allocator.integrations.cupy import library
 from allocator.sizes import check_request, round_up
-from allocator.streams import Registry, Stream, target
+from allocator.streams import Registry, Stream, Timeline, target
 
 MemoryPointer = library.MemoryPointer
 _get_memory_hooks = library.get_memory_hooks
@@ -156,7 +157,7 @@ class Hook:
             route = self._route_of(stream)
         line = route.owners.get(id(stream))
         if line is None or line.owner is not stream or line.ended:
-            line = route.legacy if stream is self._null else stream.fast if type(stream) is Stream else None
+            line = route.legacy if stream is self._null else _at_once(stream, route)
         if line is None or type(nbytes) is not int or nbytes <= 0:
             return MemoryPointer(self._take_slowly(nbytes, stream, route), 0)
         pool = route.pool
@@ -230,6 +231,13 @@ class Hook:
             for hook in hooks:
                 hook.malloc_postprocess(device_id=device, size=nbytes, mem_size=rounded, mem_ptr=ptr, pmem_id=key)
         return MemoryPointer(memory, 0)
+
+
+def _at_once(stream: Any, route: Route) -> Timeline | None:
+    """The timeline of a stream that is no CuPy object of its own, where no driver call is needed to tell."""
+    if type(stream) is Stream:
+        return stream.fast
+    return route.registry.per_thread_if_known() if getattr(stream, "ptr", 0) == PER_THREAD else None
 
 
 def _out_of_memory(size: int, total: int, limit: int, text: str) -> Exception:

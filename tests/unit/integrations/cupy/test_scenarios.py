@@ -68,11 +68,12 @@ def test_s04_two_threads_per_thread_streams_are_two_streams(
     del y
 
 
-@pytest.mark.parametrize("which", ["legacy", "blocking", "non-blocking"])
+@pytest.mark.parametrize("which", ["legacy", "per-thread", "blocking", "non-blocking"])
 def test_s13_one_stream_for_ever_records_nothing_and_asks_nothing(
     pool: CachingAllocator, library: FakeCupy, gpu: SimDevice, which: str
 ) -> None:
-    stream = library.null if which == "legacy" else library.Stream(non_blocking=which == "non-blocking")
+    special = {"legacy": library.null, "per-thread": library.ptds}
+    stream = special.get(which) or library.Stream(non_blocking=which == "non-blocking")
     with stream:
         array(4096)
         before = dict(gpu.calls)
