@@ -57,6 +57,8 @@ GRAPH_UNIVERSES: Final = (
     _g("bins", NB, (*ORDER, "use"), config=SMALL),
     _g("bins-declared", MIXED, (*ORDER, "use"), assumed=False, config={**SMALL, **EAGER}),
     _g("malloc", USUAL, (*BASIC, "trim"), config={"backing": "malloc", "limit": 4 * MIB}),
+    _g("foreign", ("foreign", "foreignnb"), (*ORDER, "stats"), config=EAGER),
+    _g("thread", ("thread", "nb"), (*ORDER, "stats")),
     _g("pool", MIXED, (*BASIC, "trim", "settle", "sync")),
 )
 

@@ -39,6 +39,8 @@ class GraphPlayer(Player):
     def __init__(self, universe: GraphUniverse) -> None:
         super().__init__(universe)
         self.captures = self.pool._registry.captures
+        self.lines = [self.face(stream).line for stream in self.streams]
+        """Hooks see every stream as soon as there is one (R3)."""
         with self.gpu.scope():
             self._event = self.gpu.event_create()
         self._played = 0
@@ -106,7 +108,7 @@ class GraphPlayer(Player):
 
     def do_begin(self, slot: int) -> None:
         """As a library's hook does: say so, then let the driver begin."""
-        stream = self.streams[slot]
+        stream = self.face(self.streams[slot])
         capture = self.captures.begin(stream.line, stream.handle)
         self._active.append(capture)
         self._graphs.append(None)
@@ -132,10 +134,10 @@ class GraphPlayer(Player):
         if number < 0:
             super().do_wait_stream(slot, other)
             return
-        capture, waiting = self._active[number], self.streams[slot]
+        capture, waiting = self._active[number], self.face(self.streams[slot])
         assert capture is not None
         with self.gpu.program_scope():
-            self.gpu.event_record(self._event, self.streams[other].handle)
+            self.gpu.event_record(self._event, self.face(self.streams[other]).handle)
             self.captures.join(capture, waiting.line, waiting.handle)
             self.gpu.stream_wait_event(waiting.handle, self._event)
 
@@ -152,8 +154,8 @@ class GraphPlayer(Player):
                     raise Wrong(f"graph {number} lives and uses block {i}, whose memory was given to block {j}")
         if seen.launches and seen.launches[-1][0] != slot and self.contract.capture_of(slot) < 0:
             with self.gpu.program_scope():  # what the driver sees to: launches of one graph do not overlap
-                self.gpu.event_record(self._event, self.streams[seen.launches[-1][0]].handle)
-                self.gpu.stream_wait_event(self.streams[slot].handle, self._event)
+                self.gpu.event_record(self._event, self.face(self.streams[seen.launches[-1][0]]).handle)
+                self.gpu.stream_wait_event(self.face(self.streams[slot]).handle, self._event)
         found[0].launch(self.streams[slot])
 
     def do_drop(self, number: int) -> None:

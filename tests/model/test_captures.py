@@ -7,6 +7,7 @@ Programs of all lengths are run, and each is checked at its end: so `check()` ha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -132,3 +133,13 @@ def player_error(player: GraphPlayer) -> Wrong:
     with pytest.raises(Wrong) as caught:
         player.take(("end", 0))
     return caught.value
+
+
+def test_a_graph_that_is_launched_into_another_capture_must_outlive_that_one() -> None:
+    """A limit (docs/decisions/0014-graphs.md): launches are not seen, and what a graph freed is its own alone."""
+    universe = replace(GRAPHS_BY_NAME["graph-two"], child=True)
+    program = parse("begin 0; alloc 0 1; free 0; end 0; begin 1; launch 0 1; end 1")
+    assert is_allowed(universe, program)
+    assert GraphPlayer(universe).run(program) is None
+    wrong = GraphPlayer(universe).run([*program, ("drop", 0)])
+    assert wrong is not None and "graph 1 lives and uses block 0" in wrong
