@@ -135,6 +135,8 @@ class Screen:
             self._before, self._now = self._now, reading
         width = max(width, LEAST_WIDTH)
         lines = list(self._lines(reading, problem, width, height or 1000))
+        if reading is not None and reading.pools:
+            lines += self._streams(reading, sorted(reading.pools)[self._chosen], width, (height or 1000) - len(lines))
         return [clip(line, width) for line in (lines[:height] if height else lines)]
 
     # -- parts ----------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class Screen:
         title = f"weir top  {self._url}"
         yield [(fit(title, width - len(clock) - 1), "bold"), (f" {clock}", "dim")]
         if problem is not None:
-            yield [(problem, "red"), ("; still trying" if reading is None else "; last figures below", "red")]
+            yield [(f"{'still trying' if reading is None else 'old figures'}: {problem}", "red")]
         if reading is None:
             if problem is None:
                 yield [("asking ...", "dim")]
@@ -156,7 +158,7 @@ class Screen:
         self._chosen = min(max(self._chosen, 0), len(pools) - 1)
         if len(pools) > 1:
             yield from self._list(reading, pools, width, max(2, height // 4))
-        yield from self._detail(reading, pools[self._chosen], width, height - (8 if len(pools) > 1 else 1))
+        yield from self._detail(reading, pools[self._chosen], width)
 
     def _list(self, reading: Reading, pools: list[Pool], width: int, most: int) -> Iterator[Line]:
         first = min(max(0, self._chosen - most // 2), max(0, len(pools) - most))
@@ -172,7 +174,7 @@ class Screen:
         if len(pools) > most:
             yield [(f"  {self._chosen + 1} of {len(pools)} pools", "dim")]
 
-    def _detail(self, reading: Reading, pool: Pool, width: int, height: int) -> Iterator[Line]:
+    def _detail(self, reading: Reading, pool: Pool, width: int) -> Iterator[Line]:
         def size(name: str) -> str:
             return format_size(int(reading.value(pool, f"{name}_bytes")))
 
@@ -204,7 +206,6 @@ class Screen:
         yield self._costs(reading, pool)
         yield from self._trouble(reading, pool)
         yield []
-        yield from self._streams(reading, pool, width, height - 18)
 
     def _bar(self, reading: Reading, pool: Pool, scale: float, width: int) -> Line:
         room = width - 2
@@ -255,7 +256,7 @@ class Screen:
         )
         name_width = max(12, min(40, width - 42))
         yield [(f"{fit('stream', name_width)}{'allocated':>13}{'in flight':>13}{'idle':>13}", "dim")]
-        most = max(1, most)
+        most = max(1, most - 1)  # less the line of titles
         for name in names[:most] if len(names) <= most else names[: most - 1]:
             sizes = "".join(f"{format_size(int(figure.get(name, 0.0))):>13}" for figure in figures)
             yield [(fit(name, name_width) + sizes, "")]
