@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.model.mutants import CACHING, POOL, REGISTRY, SEALING, STREAMS, Change, Mutant
+from tests.model.mutants import CACHING, MUTANTS, POOL, REGISTRY, SEALING, STREAMS, Change, Mutant
 
 CAPTURES = f"{STREAMS}.captures:Captures"
 CAPTURING = f"{CACHING}.capturing:Capturing"
@@ -202,3 +202,5 @@ CAPTURE_MUTANTS: Final = (
         (f"{SEALING}.identify", "sealed.proves.append(point)", "pass"),
     ),
 )
+
+ALL_MUTANTS: Final = (*MUTANTS, *CAPTURE_MUTANTS)

@@ -6,18 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.model.capture_mutants import CAPTURE_MUTANTS
+from tests.model.capture_mutants import ALL_MUTANTS
 from tests.model.capture_scenes import CAPTURE_SCENES
 from tests.model.contract import GraphUniverse, is_allowed
 from tests.model.exhaustive import ALL_BY_NAME, player_for
 from tests.model.graphs import GraphPlayer
-from tests.model.mutants import MUTANTS, Mutant
+from tests.model.mutants import Mutant
 from tests.model.pairs import PAIRS, Pair, run_pair
 from tests.model.programs import is_right, judge, parse
 from tests.model.scenes import SCENES
 from tests.model.threads import Plan, plans
 
-ALL = (*MUTANTS, *CAPTURE_MUTANTS)
 ALL_SCENES = {**SCENES, **CAPTURE_SCENES}
 BY_PAIR = {pair.name: pair for pair in PAIRS}
 
@@ -56,7 +55,7 @@ def caught_by_a_pair(mutant: Mutant, pair: Pair) -> bool:
     return False
 
 
-@pytest.mark.parametrize("mutant", ALL, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", ALL_MUTANTS, ids=lambda m: m.name)
 def test_the_mutant_is_caught(mutant: Mutant) -> None:
     how, _, what = mutant.catch.partition(": ")
     if how == "pair":
@@ -81,6 +80,6 @@ def test_in_every_scene_all_is_well(scene: object) -> None:
 
 
 def test_every_rule_that_programs_can_break_has_a_mutant() -> None:
-    rules = {mutant.name.partition("_")[0] for mutant in ALL}
+    rules = {mutant.name.partition("_")[0] for mutant in ALL_MUTANTS}
     # R12 speaks of memory that the host can touch, which this pool does not hand out.
     assert rules == {f"r{n}" for n in range(1, 14)} - {"r12"}

@@ -20,7 +20,7 @@ import pytest
 
 import allocator
 from allocator.config import NOT_FIELDS
-from tests.model.mutants import MUTANTS
+from tests.model.capture_mutants import ALL_MUTANTS as MUTANTS
 from tests.model.pairs import PAIRS
 
 ROOT = Path(__file__).resolve().parents[2]
