@@ -94,6 +94,7 @@ class Page:
         self._colors = RadioButtonGroup(name="colors", labels=["by stream", "by state"], active=0, stylesheets=widgets)
         self._pool = next(iter(history.pools()), None)
         self._window = FIRST_WINDOW
+        self._step = 1
         columns = self._past()
         rows = rows_of(columns, self._step)
         self._set_last(columns, rows)
@@ -219,6 +220,8 @@ class Page:
             self._head.text = head(None)
             self._streams.text = stream_table(None, {})
             return
+        if self._fitting_step() > 2 * self._step or (self._fitting_step() > self._step == 1):
+            self._show(one)  # a young history has outgrown its rows
         columns = one.since(self._last)
         if len((rows := rows_of(columns, self._step))["number"]):
             self._last = int(rows["number"][-1])
@@ -249,16 +252,18 @@ class Page:
     # -- the window of time ---------------------------------------------------------------------
 
     @property
-    def _step(self) -> int:
-        return self._window.step(self._history.interval_s)
-
-    @property
     def _keep(self) -> int:
         """Rows that the panels hold: a window of them, and one that begins to leave it."""
         return max(2, round(self._window.seconds / self._history.interval_s / self._step)) + 1
 
+    def _fitting_step(self) -> int:
+        """Samples in a row: as few as the panels can hold of what there is."""
+        there = 0 if self._pool is None else self._pool.count
+        return min(self._window.step(self._history.interval_s), max(1, -(-there // ROWS)))
+
     def _past(self) -> dict[str, array[float]]:
-        """The samples of the window."""
+        """The samples of the window, and how many of them make a row from now on."""
+        self._step = self._fitting_step()
         one = self._pool
         return {} if one is None else one.since(max(0, one.count - self._keep * self._step))
 
