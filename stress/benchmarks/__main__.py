@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import allocator
-from allocator.stress.benchmarks import best_fit, hot_path, replays, scrape_cost, scrapes
+from allocator.stress.benchmarks import best_fit, hot_path, live_page, replays, scrape_cost, scrapes
 
 BENCHMARKS: dict[str, tuple[str, Callable[[], tuple[str, dict[str, Any]]]]] = {
     "hot-path": ("alloc + free of an exact size against a floor", hot_path.main),
     "best-fit": ("a miss with split and merge against a bare SortedList", best_fit.main),
+    "live-page": ("the live page in a headless Chromium: load and update", live_page.main),
     "replay-ratios": ("reserved over live for the traces, over 15 speeds", replays.ratios),
     "replay-rows": ("replay speed, and the cost of a row as traces grow", replays.rows),
     "scrape-cost": ("one scrape of 100,000 blocks and 200 streams, with backlogs", scrape_cost.main),
