@@ -32,7 +32,7 @@ RULES = [rule for group in yaml.safe_load(prometheus_rules())["groups"] for rule
 RECORDED = {rule["record"]: rule["expr"] for rule in RULES if "record" in rule}
 ALERTS = {rule["alert"]: rule["expr"] for rule in RULES if "alert" in rule}
 LOOKS_FAR_BACK = {"WeirFragmentationGrowing", "WeirFreesNotDrained"}
-"""Alerts that look back to before the trouble began, an hour and five minutes: they are seen in the scaled rules only."""
+"""They look back to before the trouble began, an hour and five minutes: those are seen in the scaled rules only."""
 
 pytestmark = pytest.mark.slow
 
