@@ -87,7 +87,7 @@ class AllocatorCollector:
     `register` is the usual way: it keeps one collector a registry.  Two in one registry are refused by it, as their
     series would clash.
 
-    per_stream: also three gauges a stream; these cost a walk over all blocks at each scrape.
+    per_stream: also three gauges a stream, of 33 names at most.
     own_port: needed where prometheus_client's multi-process mode is on; says that the registry is served by this
     very process, on a port of its own.  Raises MultiprocessModeError without it, PoolClosed, TypeError.
 

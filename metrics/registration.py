@@ -32,7 +32,7 @@ def register(
     """Export a pool's metrics through `registry`; returns the registry's collector.  Twice is harmless.
 
     The pool is held weakly, and leaves by itself when it is closed or dies.
-    per_stream: also three gauges a stream, which cost a walk over all blocks at each scrape.
+    per_stream: also three gauges a stream, of 33 names at most.
     own_port: see AllocatorCollector.  Raises MultiprocessModeError, PoolClosed, TypeError; ValueError if the
     registry holds another collector of the same metrics.
 
