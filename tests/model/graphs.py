@@ -43,10 +43,16 @@ class GraphPlayer(Player):
         """Hooks see every stream as soon as there is one (R3)."""
         with self.gpu.scope():
             self._event = self.gpu.event_create()
+        self._last: dict[int, int] = {}
+        """Of each graph, an event behind its last launch."""
         self._played = 0
         self._clear()
 
     def _clear(self) -> None:
+        with self.gpu.scope():
+            for event in self._last.values():
+                self.gpu.event_destroy(event)
+        self._last.clear()
         self.blocks.clear()
         self.contract = Contract.start(self.universe)
         self._spans: list[tuple[int, int]] = []
@@ -152,11 +158,17 @@ class GraphPlayer(Player):
                 inner = self.contract.blocks[j].made_in == mine == number
                 if self.blocks[j] is not None and self.blocks[i] is not None and not inner and self._overlap(i, j):
                     raise Wrong(f"graph {number} lives and uses block {i}, whose memory was given to block {j}")
-        if seen.launches and seen.launches[-1][0] != slot and self.contract.capture_of(slot) < 0:
-            with self.gpu.program_scope():  # what the driver sees to: launches of one graph do not overlap
-                self.gpu.event_record(self._event, self.face(self.streams[seen.launches[-1][0]]).handle)
-                self.gpu.stream_wait_event(self.face(self.streams[slot]).handle, self._event)
-        found[0].launch(self.streams[slot])
+        if self.contract.capture_of(slot) >= 0:
+            found[0].launch(self.streams[slot])
+            return
+        with self.gpu.program_scope():  # what the driver sees to: launches of one graph do not overlap
+            event = self._last.get(number)
+            if event is None:
+                event = self._last[number] = self.gpu.event_create()
+            elif seen.launches[-1][0] != slot:
+                self.gpu.stream_wait_event(self.face(self.streams[slot]).handle, event)
+            found[0].launch(self.streams[slot])
+            self.gpu.event_record(event, self.face(self.streams[slot]).handle)
 
     def do_drop(self, number: int) -> None:
         """The graph is destroyed, perhaps while a replay runs."""
