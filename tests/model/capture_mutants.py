@@ -45,6 +45,11 @@ CAPTURE_MUTANTS: Final = (
         (f"{CAPTURING}.ends", "self._join(block, stream)", "pass"),
     ),
     _m(
+        "r10_only_one_pool_hears_of_a_capture",
+        "graph-two-pools: alloc 0 1; alloc 0 1; begin 1; work 1; free 0; free 1",
+        (f"{CAPTURES}.begin", "for pool in registry.all_pools():", "for pool in registry.all_pools()[:1]:"),
+    ),
+    _m(
         "r10_a_bin_serves_what_is_the_graph's",
         "graph-usual: begin 1; alloc 0 1; work 1; free 0",
         (f"{CAPTURING}._join", "block.bin = None", "pass"),

@@ -59,6 +59,7 @@ GRAPH_UNIVERSES: Final = (
     _g("malloc", USUAL, (*BASIC, "trim"), config={"backing": "malloc", "limit": 4 * MIB}),
     _g("foreign", ("foreign", "foreignnb"), (*ORDER, "stats"), config=EAGER),
     _g("thread", ("thread", "nb"), (*ORDER, "stats")),
+    _g("two-pools", NB, (*BASIC, "stats"), pools=2),
     _g("pool", MIXED, (*BASIC, "trim", "settle", "sync")),
 )
 

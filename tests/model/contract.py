@@ -31,10 +31,14 @@ Clock = tuple[int, ...]
 
 @dataclass(frozen=True)
 class GraphUniverse(Universe):
-    """captures: how many a program may begin.  child: may a graph be launched into another capture?"""
+    """captures: how many a program may begin.  child: may a graph be launched into another capture?
+
+    pools: of the device; blocks come from each in turn.
+    """
 
     captures: int = 1
     child: bool = False
+    pools: int = 1
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from allocator import OutOfMemoryError
+from allocator import CachingAllocator, OutOfMemoryError
 from allocator.devices.sim.capture import Graph
 from allocator.errors import DriverError
 from allocator.streams import Capture, GraphToken, Kind
@@ -38,6 +38,8 @@ class GraphPlayer(Player):
 
     def __init__(self, universe: GraphUniverse) -> None:
         super().__init__(universe)
+        self.pools = [self.pool]
+        self.pools += [CachingAllocator(self.gpu, universe.make_config()) for _ in range(universe.pools - 1)]
         self.captures = self.pool._registry.captures
         self.lines = [self.face(stream).line for stream in self.streams]
         """Hooks see every stream as soon as there is one (R3)."""
@@ -72,7 +74,7 @@ class GraphPlayer(Player):
         """A block; the stream writes it at once, if it may."""
         stream, block = self.streams[slot], len(self.blocks)
         try:
-            made = self.pool.allocate(SIZES[size], stream=stream)
+            made = self.pools[block % len(self.pools)].allocate(SIZES[size], stream=stream)
         except OutOfMemoryError:
             self.blocks.append(None)
             self._spans.append((0, 0))
@@ -170,6 +172,11 @@ class GraphPlayer(Player):
             found[0].launch(self.streams[slot])
             self.gpu.event_record(event, self.face(self.streams[slot]).handle)
 
+    def do_stats(self) -> None:
+        """Drains, asks and looks."""
+        for pool in self.pools:
+            pool.stats()
+
     def do_drop(self, number: int) -> None:
         """The graph is destroyed, perhaps while a replay runs."""
         found = self._graphs[number]
@@ -182,20 +189,23 @@ class GraphPlayer(Player):
     def run(self, program: Program) -> str | None:
         """Play one program and what shows whether it left the pool with a wrong belief.  What went wrong, or None."""
         self._clear()
-        pool = self.pool
         try:
             for step in program:
                 self.take(step)
-            pool.check()
+            self._check()
             for step in self._closing():
                 self.take(step)
                 if wrong := self.wrong():
                     return f"{wrong}; found by {' '.join(map(str, step))} in the end"
-            pool.check()
+            self._check()
             wrong = self.wrong() or self._leave()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return wrong
+
+    def _check(self) -> None:
+        for pool in self.pools:
+            pool.check()
 
     def _closing(self) -> Iterator[Step]:
         """End what captures; let every stream take what the pool thinks is free, and launch the graphs on each.
@@ -233,29 +243,39 @@ class GraphPlayer(Player):
 
     def _leave(self) -> str | None:
         """Nothing may be left of the program once everything is idle."""
-        pool, gpu = self.pool, self.gpu
+        gpu = self.gpu
         for block in self.blocks:
             if block is not None:
                 block.close()
         gpu.run_until_idle()
-        pool.stats()
-        pool.settle()
-        stats = pool.stats()
-        if stats.in_flight_bytes or stats.private_bytes:
-            return f"lost: {stats.in_flight_bytes} bytes in flight, {stats.private_bytes} of graphs, all idle"
-        pool._sealing.close_context()  # nobody asks for the graphs that no memory waits for
-        captures, lines = self.captures, pool._registry.lines.values()
+        self.do_stats()
+        for pool in self.pools:
+            pool.settle()
+            stats = pool.stats()
+            if stats.in_flight_bytes or stats.private_bytes:
+                return f"lost: {stats.in_flight_bytes} bytes in flight, {stats.private_bytes} of graphs, all idle"
+        self.pool._sealing.close_context()  # nobody asks for the graphs that no memory waits for
+        captures, lines = self.captures, self.pool._registry.lines.values()
         if captures.numbers or captures.dying or captures.active or any(line.kind is Kind.GRAPH for line in lines):
             return f"lost: timelines of graphs {captures.numbers}"
         self._played += 1
         if self._played % EVERY == 1:
-            pool.trim()
+            for pool in self.pools:
+                pool.trim()
             if gpu.used_bytes:
                 return f"leak: {gpu.used_bytes} bytes held after settle and trim"
         with gpu.scope():
             gpu.ctx_synchronize()
-        frees = pool._frees
-        frees.crossing, frees._first = False, None  # as in a new pool
-        pool._shelves.crossing = False
-        frees.sealed()
+        for pool in self.pools:
+            frees = pool._frees
+            frees.crossing, frees._first = False, None  # as in a new pool
+            pool._shelves.crossing = False
+            frees.sealed()
         return self.wrong()
+
+    def close(self) -> str | None:
+        """Close the pools; a leak, or None."""
+        self.blocks.clear()
+        for pool in self.pools[1:]:
+            pool.close()
+        return super().close()
