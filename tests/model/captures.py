@@ -59,6 +59,8 @@ GRAPH_UNIVERSES: Final = (
     _g("malloc", USUAL, (*BASIC, "trim"), config={"backing": "malloc", "limit": 4 * MIB}),
     _g("foreign", ("foreign", "foreignnb"), (*ORDER, "stats"), config=EAGER),
     _g("thread", ("thread", "nb"), (*ORDER, "stats")),
+    _g("ends", MIXED, (*BASIC, "renew", "stats"), config=EAGER),
+    _g("ends-foreign", ("legacy", "foreign", "foreignnb"), (*BASIC, "renew"), assumed=True),
     _g("two-pools", NB, (*BASIC, "stats"), pools=2),
     _g("pool", MIXED, (*BASIC, "trim", "settle", "sync")),
 )
@@ -79,7 +81,7 @@ def steps_of(universe: GraphUniverse) -> list[Step]:
             found += [(word, b) for b in blocks]
         elif word == "wait_stream":
             found += [(word, s, t) for s in slots for t in slots if s != t]
-        elif word in ("work", "begin", "end", "sync"):
+        elif word in ("work", "begin", "end", "sync", "renew"):
             found += [(word, s) for s in slots]
         elif word == "launch":
             found += [(word, g, s) for g in graphs for s in slots]

@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tests.model.enumerate import BLOCKING
+from tests.model.enumerate import BLOCKING, RENEWABLE
 from tests.model.programs import Program, Step, Universe
 
 Op = tuple[int, int]
-"""A stream's slot, and which of its operations."""
+"""A stream's column, and which of its operations."""
 Clock = tuple[int, ...]
-"""By slot: how many operations of that stream come before."""
+"""By column: how many operations of that stream come before.  A slot has two: its stream may end, and another begin."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ class Contract:
     clocks: list[Clock] = field(default_factory=list)
     legacy: Clock = ()
     host: Clock = ()
+    ended: Clock = ()
+    """What blocking streams did that have ended: legacy is behind it."""
+    columns: list[int] = field(default_factory=list)
     blocks: list[Made] = field(default_factory=list)
     graphs: list[Captured] = field(default_factory=list)
     touched: int = 0
@@ -106,12 +109,18 @@ class Contract:
     def start(cls, universe: GraphUniverse) -> Contract:
         """Nothing has happened."""
         n = len(universe.kinds)
-        return cls(universe, [0] * n, [(0,) * n] * n, (0,) * n, (0,) * n)
+        zero = (0,) * (2 * n)
+        return cls(universe, list(zero), [zero] * n, zero, zero, zero, list(range(n)))
 
     def copy(self) -> Contract:
         """To go on from in another way."""
         return replace(
-            self, ops=list(self.ops), clocks=list(self.clocks), blocks=list(self.blocks), graphs=list(self.graphs)
+            self,
+            ops=list(self.ops),
+            clocks=list(self.clocks),
+            columns=list(self.columns),
+            blocks=list(self.blocks),
+            graphs=list(self.graphs),
         )
 
     # -- order -------------------------------------------------------------------------------------
@@ -121,14 +130,15 @@ class Contract:
 
     def position(self, slot: int) -> Clock:
         """Behind all that the stream has been given."""
-        clock = self.clocks[slot]
-        return (*clock[:slot], max(clock[slot], self.ops[slot]), *clock[slot + 1 :])
+        clock, column = self.clocks[slot], self.columns[slot]
+        return (*clock[:column], max(clock[column], self.ops[column]), *clock[column + 1 :])
 
     def reach(self, slot: int) -> Clock:
         """What work given to the stream now would be behind."""
         clock = _join(self.position(slot), self.host)
         if self.universe.kinds[slot] == "legacy":
-            for other in range(len(self.ops)):
+            clock = _join(clock, self.ended)
+            for other in range(len(self.columns)):
                 if self._blocking(other):
                     clock = _join(clock, self.position(other))
         elif self._blocking(slot):
@@ -137,15 +147,15 @@ class Contract:
 
     def _behind(self, slot: int, ops: Sequence[Op]) -> bool:
         clock = self.reach(slot)
-        return all(clock[s] >= n for s, n in ops)
+        return all(clock[column] >= n for column, n in ops)
 
     def _work(self, slot: int) -> Op:
         self.clocks[slot] = self.reach(slot)
-        self.ops[slot] += 1
+        op = self._count(slot)
         if self.universe.kinds[slot] == "legacy":
             self.legacy = self.position(slot)
         self.busy = True
-        return slot, self.ops[slot]
+        return op
 
     # -- captures ----------------------------------------------------------------------------------
 
@@ -247,6 +257,10 @@ class Contract:
             return mine == theirs and not graph.behind(slot, (other, graph.steps[other]))
         return self.universe.kinds[slot] != "legacy"
 
+    def _may_renew(self, slot: int) -> bool:
+        known = bool(self.touched >> slot & 1) and self.columns[slot] == slot
+        return known and self.universe.kinds[slot] in RENEWABLE and self.capture_of(slot) < 0
+
     def _may_sync(self, slot: int) -> bool:
         return self.capture_of(slot) < 0 and not self.forbidden(slot)
 
@@ -296,8 +310,9 @@ class Contract:
 
     def _count(self, slot: int) -> Op:
         """An allocation is no work, but whoever is behind it has waited since."""
-        self.ops[slot] += 1
-        return slot, self.ops[slot]
+        column = self.columns[slot]
+        self.ops[column] += 1
+        return column, self.ops[column]
 
     def _take_work(self, slot: int, blocks: Sequence[int] | None = None) -> None:
         used = self.usable(slot) if blocks is None else blocks
@@ -356,6 +371,14 @@ class Contract:
             mine[s] = max(mine.get(s, 0), n)
         self.graphs[number] = replace(graph, steps=steps, reach=reach)
 
+    def _take_renew(self, slot: int) -> None:
+        n = len(self.columns)
+        if self._blocking(slot):
+            self.ended = _join(self.ended, self.position(slot))
+        self.columns[slot] += n
+        self.clocks[slot] = (0,) * (2 * n)
+        self.blocks = [replace(b, owner=-1) if b.owner == slot else b for b in self.blocks]  # nobody's any more
+
     def _take_sync(self, slot: int) -> None:
         known = self.reach(slot) if self.universe.kinds[slot] == "legacy" else self.position(slot)
         self.host = _join(self.host, known)
@@ -368,7 +391,7 @@ class Contract:
             steps = {**outer.steps, slot: outer.steps[slot] + 1}
             self.graphs[inside] = replace(outer, steps=steps, items=outer.items | graph.items)
             return
-        if graph.launches and graph.launches[-1][0] != slot:
+        if graph.launches:
             self.clocks[slot] = _join(self.clocks[slot], graph.last)
         op = self._work(slot)
         self.graphs[number] = replace(graph, launches=(*graph.launches, op), last=self.position(slot))
@@ -390,7 +413,7 @@ def _nothing(*args: int) -> None:
 def slots_of(step: Step) -> tuple[int, ...]:
     """The streams that a step names."""
     word = step[0]
-    if word in ("alloc", "work", "begin", "end", "sync"):
+    if word in ("alloc", "work", "begin", "end", "sync", "renew"):
         return (step[1],)
     if word in ("use", "launch"):
         return (step[2],)

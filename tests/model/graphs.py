@@ -167,7 +167,7 @@ class GraphPlayer(Player):
             event = self._last.get(number)
             if event is None:
                 event = self._last[number] = self.gpu.event_create()
-            elif seen.launches[-1][0] != slot:
+            elif seen.launches[-1][0] != self.contract.columns[slot]:
                 self.gpu.stream_wait_event(self.face(self.streams[slot]).handle, event)
             found[0].launch(self.streams[slot])
             self.gpu.event_record(event, self.face(self.streams[slot]).handle)
@@ -176,6 +176,11 @@ class GraphPlayer(Player):
         """Drains, asks and looks."""
         for pool in self.pools:
             pool.stats()
+
+    def do_renew(self, slot: int) -> None:
+        """The stream ends; another one gets its handle, and is seen at once."""
+        super().do_renew(slot)
+        self.lines[slot] = self.face(self.streams[slot]).line
 
     def do_drop(self, number: int) -> None:
         """The graph is destroyed, perhaps while a replay runs."""
