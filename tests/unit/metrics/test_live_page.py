@@ -210,6 +210,15 @@ def test_another_window_shows_that_much_of_the_past_in_few_rows(pool: CachingAll
     visitor.close()
 
 
+def test_a_young_history_is_shown_at_once_and_joined_as_it_grows(visitor: Visitor) -> None:
+    visitor.model("window").active = len(WINDOWS) - 1
+    visitor.confirm()
+    visitor.sample(3)
+    assert columns(visitor.model("timeline"))["number"] == [1, 2, 3, 4]
+    visitor.sample(300)
+    assert columns(visitor.model("timeline"))["number"] == list(range(2, 305, 2))
+
+
 def test_a_row_of_several_samples_is_the_fullest_of_them_with_all_their_events(
     pool: CachingAllocator, history: History
 ) -> None:
