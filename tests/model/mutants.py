@@ -154,7 +154,7 @@ MUTANTS: Final = (
     _m(
         "r3_a_user_left_out_of_the_stamp",
         "waits: alloc 0 1; wait_stream 1 0; use 0 1; free 0; wait_stream 2 0; alloc 2 1",
-        (f"{FREES}._retire", "for user in users.values():", "for user in ():"),
+        (f"{FREES}._retire", "users.pop(owner.number, None)", "users.clear()"),
     ),
     _m(
         "r3_a_user_that_only_the_free_names_left_out",
@@ -194,18 +194,17 @@ MUTANTS: Final = (
     ),
     _m(
         "r3_a_context_seqno_needs_no_stream",
-        "assumed: alloc 0 1; wait_stream 1 0; use 0 1; free 0; wait_stream 2 0; alloc 2 1",
+        "assumed: alloc 0 1; wait_stream 1 0; use 0 1; free 0; tick; stats; alloc 2 1",
         (f"{STREAMS}.context:satisfied", "return False", "pass"),
     ),
     _m(
         "r3_the_exemption_of_an_owner_is_everybody's",
-        "assumed: alloc 0 1; wait_stream 1 0; use 0 1; free 0; wait_stream 2 0; alloc 2 1",
+        "scene: memory_used_undeclared_is_asked_for_by_one_that_declares",
         (f"{SHELVES}._known", "exempt=block.owner is line", "exempt=True"),
     ),
     _m(
         "r3_the_owner's_exemption_survives_a_merge",
-        "assumed-halves: alloc 1 0; alloc 0 0; free 0; stats; wait_stream 0 1; wait_stream 2 0; use 1 2; free 1; "
-        "quiet 0 2; wait_stream 1 0; alloc 1 3",
+        "scene: what_is_left_of_two_blocks_that_were_joined",
         (f"{HEAP}.merge", "left.owner = None", "pass"),
     ),
     _m(

@@ -15,7 +15,7 @@ from typing import Any, Final
 from allocator import DriverError, StreamCapturing
 from allocator.sizes import MIB
 from tests.model.pairs import Slots
-from tests.model.programs import Universe, parse
+from tests.model.programs import SIZES, Universe, parse
 
 NB3 = ("nb", "nb", "nb")
 ONE_PAGE: dict[str, Any] = {"limit": 2 * MIB, "wait_on_demand": False}
@@ -193,6 +193,39 @@ def a_free_queued_twice() -> str | None:
     return scene.end("into 1 1 1; free 1; into 2 2 1")
 
 
+class Mixed(Scene):
+    """Two libraries in one pool: one declares its uses, as the words do; the other does not."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(uses="auto", **config)
+
+    def theirs(self, slot: int, size: int) -> None:
+        """A block of the library that declares nothing, written at once."""
+        stream, blocks = self.player.streams[slot], self.player.blocks
+        blocks.append(self.pool.allocate(SIZES[size], stream=stream, assumed=True))
+        self.player.write(len(blocks) - 1, slot)
+
+
+def memory_used_undeclared_is_asked_for_by_one_that_declares() -> str | None:
+    """Stream 2 has waited for the owner; that the owner itself need not wait for stream 1 is no help to it."""
+    scene = Mixed()
+    scene.theirs(0, 1)
+    scene.play("wait_stream 1 0")
+    scene.player.write(0, 1)
+    return scene.end("free 0; wait_stream 2 0; into 1 2 1")
+
+
+def what_is_left_of_two_blocks_that_were_joined() -> str | None:
+    """The left one's owner did not own the right one, so it has to wait for those who used that."""
+    scene = Mixed(**ONE_PAGE)
+    scene.theirs(1, 0)
+    scene.theirs(0, 0)
+    scene.play("free 0; stats; wait_stream 0 1; wait_stream 2 0")
+    scene.player.write(1, 2)
+    scene.play("free 1; quiet 0 2; wait_stream 1 0")
+    return scene.end("alloc 1 3")
+
+
 class Twin:
     """A stream object that compares equal to every other one that has its handle, as CuPy's do."""
 
@@ -272,5 +305,7 @@ SCENES: Final[dict[str, Callable[[], str | None]]] = {
         an_event_query_that_fails,
         two_streams_that_compare_equal,
         a_living_stream_whose_object_goes,
+        memory_used_undeclared_is_asked_for_by_one_that_declares,
+        what_is_left_of_two_blocks_that_were_joined,
     )
 }
