@@ -106,5 +106,10 @@ class DriverError(AllocatorError):
         self.sticky = sticky
 
 
+class Reentered(AllocatorError):
+    """Called from inside one of the allocator's own locked sections: by a finaliser that the garbage collector ran
+    there, or by a signal handler.  Nothing was done; call it from elsewhere, or later."""
+
+
 class SimDeadlock(AllocatorError):
     """On the simulator: a host wait that nothing in this process can ever end."""

@@ -80,7 +80,7 @@ class Heap:
         """Cut a block on no shelf after `size` bytes; returns the rest, with the same users and stamp (R7)."""
         rest = Block(block.ptr + size, block.size - size, block.kind)
         rest.state, rest.owner, rest.sole, rest.stamp = block.state, block.owner, block.sole, block.stamp
-        rest.since = block.since
+        rest.since, rest.assumed = block.since, block.assumed
         block.size = size
         block.generation += 1
         rest.prev, rest.next = block, block.next
@@ -106,8 +106,9 @@ class Heap:
         left.since = min(left.since, right.since)
         if right.sole != NOBODY:
             if left.sole == NOBODY:
-                left.sole, left.owner = right.sole, right.owner
+                left.sole, left.owner, left.assumed = right.sole, right.owner, right.assumed
             else:
+                left.assumed = left.assumed and right.assumed
                 if left.sole != right.sole:
                     left.sole = MANY
                 if left.owner is not right.owner:

@@ -70,11 +70,13 @@ class Capturing:
         self._accounts.mark()
         return [block for block in self._heap.blocks() if block.state == LIVE]
 
-    @staticmethod
-    def _join(block: Block, line: Timeline) -> None:
+    def _join(self, block: Block, line: Timeline) -> None:
         if block.users is None:
             block.users = {}
+        elif len(block.users) >= 8:  # weights live through many captures: forget graphs that are long over
+            lines = self._registry.lines
+            block.users = {number: user for number, user in block.users.items() if number in lines}
         block.users[line.number] = line
-        if line.owner is not None:
-            block.kept = [*(block.kept or ()), line.owner]
+        if line.keep is not None:
+            block.kept = [*(block.kept or ()), line.keep]
         block.bin = None  # several users: no bin may hold it (R7)

@@ -133,17 +133,17 @@ class CheckedShelves(Shelves):
             block = next((b for b in idle.from_size(size) if self._allowed(b, line)), None)
         return None if block is None else self._serve(block, line, size)
 
-    def take_covered(self, line: Timeline, size: int, kind: int) -> tuple[Block, str] | None:
+    def take_covered(self, line: Timeline, size: int, kind: int, assumed: bool) -> tuple[Block, str] | None:
         """What a stream has waited for is not known to the host to be over."""
         return None
 
-    def takeable(self, block: Block | None, line: Timeline) -> bool:
+    def takeable(self, block: Block | None, line: Timeline, assumed: bool) -> bool:
         """Only what is idle."""
         if block is None or block.shelf is not self.idle[block.kind]:
             return False
         return self._any_kind or self._allowed(block, line)
 
-    def gather(self, line: Timeline, size: int, kind: int) -> Block | None:
+    def gather(self, line: Timeline, size: int, kind: int, assumed: bool) -> Block | None:
         """Idle neighbours are joined already."""
         return None
 

@@ -145,8 +145,7 @@ class Frees:
             if isinstance(named, Timeline):
                 users[named.number] = named
             users.pop(owner.number, None)
-            for user in users.values():
-                stamp = stamp.joined(user.here)
+            stamp = stamp.joined(VectorClock({number: user.here.at[number] for number, user in users.items()}))
         if block.assumed or named is ANYONE:
             stamp = stamp.joined(VectorClock({CONTEXT: self._registry.context.pending}))
         if named is ANYONE:

@@ -69,7 +69,7 @@ class Growth:
         """Bytes unmapped that the driver has not taken back yet."""
         return sum(segment.size for segment in self._unreleased)
 
-    def grow(self, line: Timeline, size: int, kind: int) -> Block | None:
+    def grow(self, line: Timeline, size: int, kind: int, assumed: bool) -> Block | None:
         """Step 5: a block of at least `size` bytes, partly from free neighbours that `line` may take.
 
         On no shelf; the caller carves and hands it out.  None where the limit or the device has no room.
@@ -78,7 +78,7 @@ class Growth:
         """
         self._reserve()
         with self._lock:
-            plan = self._plan(line, size, kind)
+            plan = self._plan(line, size, kind, assumed)
             if plan is None:
                 return None
             ptr, nbytes, parts = plan
@@ -116,7 +116,9 @@ class Growth:
         with device.scope():  # another thread was first
             self.backing.unreserve(base, size)
 
-    def _plan(self, line: Timeline, size: int, kind: int) -> tuple[int, int, tuple[Block | None, Block | None]] | None:
+    def _plan(
+        self, line: Timeline, size: int, kind: int, assumed: bool
+    ) -> tuple[int, int, tuple[Block | None, Block | None]] | None:
         most = self.limit - self.held if self.limit else 1 << 62
         page = self._pages[kind]
         if self._spaces is None:
@@ -127,11 +129,11 @@ class Growth:
 
         def before(address: int) -> Block | None:
             block = heap.tails.get(address)
-            return block if shelves.takeable(block, line) else None
+            return block if shelves.takeable(block, line, assumed) else None
 
         def behind(address: int) -> Block | None:
             block = heap.heads.get(address)
-            return block if shelves.takeable(block, line) else None
+            return block if shelves.takeable(block, line, assumed) else None
 
         plan = self._spaces[kind].plan(size, page, most, before, behind)
         if plan is None:

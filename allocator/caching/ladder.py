@@ -111,7 +111,7 @@ class Ladder:
             found = shelves.take(line, size, kind, request.assumed)
             name = "own or idle"
             if found is None:
-                found, name = shelves.take_covered(line, size, kind), "covered"
+                found, name = shelves.take_covered(line, size, kind, request.assumed), "covered"
             if found is not None:
                 block, reuse = found
                 self._hand_out(block, request, reuse)
@@ -153,7 +153,7 @@ class Ladder:
                     return block
             with self._lock:
                 self._accounts.mark()
-                block = self._shelves.gather(request.line, request.size, request.kind)
+                block = self._shelves.gather(request.line, request.size, request.kind, request.assumed)
                 if block is not None:
                     reuse = self._shelves.reuse_kind(block, request.line)
                     self._hand_out(self._shelves.carve(block, request.size), request, reuse)
@@ -165,7 +165,7 @@ class Ladder:
                 # What is marked now can serve the next request that would grow.
                 self._settling.seal((request.line, request.given))
         self._registry.sweep_now()
-        block = self._growth.grow(request.line, request.size, request.kind)
+        block = self._growth.grow(request.line, request.size, request.kind, request.assumed)
         if block is None:
             return None
         with self._lock:
@@ -235,7 +235,7 @@ class Ladder:
             for looked, block in enumerate(shelf.from_size(request.size)):
                 if looked >= SCAN or (best is not None and best.size <= block.size):
                     break
-                if block not in tried:
+                if block not in tried and (not request.assumed or self._shelves.returns(block, request.line)):
                     best = block
                     break
         return best

@@ -52,7 +52,7 @@ from allocator.streams import (
     destroy_orphans,
     target,
 )
-from allocator.sync import make_lock
+from allocator.sync import inner_of, make_lock
 
 _log = logging.getLogger("allocator")
 _numbers = itertools.count()
@@ -88,6 +88,7 @@ class CachingAllocator:
         self.name = f"pool{next(_numbers)}" if name is None else str(name)[:40]
         self._registry = Registry.of(self.device)
         self._lock = make_lock("pool")
+        self._section, self._inside = inner_of(self._lock)
         self._sealing = Sealing(self._registry)
         self._heap = Heap(joined=self.config.backing == "vmm")
         checked = self.config.canary
@@ -186,11 +187,11 @@ class CachingAllocator:
         None: there is none, or something has to be looked at first; then `obtain` serves.  No driver call, but for
         the marks that are due (R13).  For integrations, which know the stream's timeline already.
         """
-        if self._careful:
+        if self._careful or self._inside():
             return None
         size = (nbytes + 511) & -512
         block: Block | None = None
-        with self._lock:
+        with self._section:
             due = bool(self.frees) and self._drain()
             sizes = None if due else self._bins[assumed].get(line)  # of this device only: a foreign line finds nothing
             if sizes is not None:
@@ -256,7 +257,7 @@ class CachingAllocator:
         block = self.obtain(nbytes, line, given, assumed)
         allocation = Allocation(self, block, nbytes, face)
         if face.fast is None:
-            allocation.kept = line.owner  # a foreign object: while this lives, the stream has not ended (R9)
+            allocation.kept = line.keep  # a foreign object: while this lives, the stream has not ended (R9)
         if self.announce is not None:
             self.announce(block.ptr, block.size, allocation)
         return allocation
@@ -372,8 +373,8 @@ class CachingAllocator:
             if block.users is None:
                 block.users = {}
             block.users[line.number] = line
-            if line.owner is not None:
-                block.kept = [*(block.kept or ()), line.owner]
+            if line.keep is not None:
+                block.kept = [*(block.kept or ()), line.keep]
             block.bin = None  # several users: no bin may hold it (R7)
 
     def free(self, allocation: Allocation, stream: object) -> None:

@@ -22,6 +22,7 @@ import itertools
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Container, Iterator
+from itertools import islice
 
 from allocator.blocks import IDLE, KINDS, LIVE, MANY, NOBODY, RETIRED, SMALL, BestFit, Bin, Bins, Block, Heap, Owner
 from allocator.config import REUSE_KINDS, Config
@@ -78,13 +79,12 @@ class Shelves:
         if not block.since:
             block.since = registry.device.clock_ns()
         shelf = self._shelf_for(block, left)
-        stamp = block.stamp
         other = block.prev
-        if other is not None and other.shelf is shelf and other.stamp == stamp and other.owner is block.owner:
+        if other is not None and other.shelf is shelf and self._alike(other, block):
             shelf.remove(other)
             block = self._heap.merge(other, block)
         other = block.next
-        if other is not None and other.shelf is shelf and other.stamp == stamp and other.owner is block.owner:
+        if other is not None and other.shelf is shelf and self._alike(other, block):
             shelf.remove(other)
             block = self._heap.merge(block, other)
         shelf.add(block)
@@ -106,6 +106,11 @@ class Shelves:
             shelf.remove(other)
             block = self._heap.merge(block, other)
         shelf.add(block)
+
+    @staticmethod
+    def _alike(a: Block, b: Block) -> bool:
+        """May two neighbours in flight be one: do they wait for the same, and come back to the same (R7)?"""
+        return a.stamp == b.stamp and a.owner is b.owner and a.assumed == b.assumed
 
     def _shelf_for(self, block: Block, left: VectorClock) -> BestFit:
         """`own` if one stream may take it at once: the only unfinished user, or an owner with assumed ones (R3)."""
@@ -319,11 +324,14 @@ class Shelves:
         own = self.own[kind].get(line.number)
         slack = self._slack[kind]
         mine = own.find(size, slack) if own is not None else None
+        if assumed and own is not None and mine is not None and not self.returns(mine, line):
+            mine = next((b for b in islice(own.from_size(size), SCAN) if self.returns(b, line)), None)
         free = self.idle[kind].find(size, slack)
         if free is not None and not self._any_kind and not self._allowed(free, line):
             free = next((b for b in self.idle[kind].from_size(size) if self._allowed(b, line)), None)
-        if mine is not None and not self._any_kind and not self._allowed(mine, line):
-            mine = next((b for b in own.from_size(size) if self._allowed(b, line)), None) if own is not None else None
+        if own is not None and mine is not None and not self._any_kind and not self._allowed(mine, line):
+            fit = islice(own.from_size(size), SCAN)
+            mine = next((b for b in fit if self._allowed(b, line) and (not assumed or self.returns(b, line))), None)
         if mine is None or (free is not None and free.size < mine.size):
             mine = free
         sizes = self.bins[assumed].get(line)
@@ -334,7 +342,16 @@ class Shelves:
                 mine = bin_.pop()
         return None if mine is None else self._serve(mine, line, size)
 
-    def take_covered(self, line: Timeline, size: int, kind: int) -> tuple[Block, str] | None:
+    @staticmethod
+    def returns(block: Block, line: Timeline) -> bool:
+        """Does a block in flight come back to whom a pool that never crosses streams would give it (R3)?
+
+        A program that declares nothing may use memory on another stream without a wait where it knows the owner to be
+        idle.  What the owner waited for, or what another library left it, would be behind the owner only.
+        """
+        return block.owner is line and block.assumed
+
+    def take_covered(self, line: Timeline, size: int, kind: int, assumed: bool) -> tuple[Block, str] | None:
         """Step 3: what the stream has already waited for; the best fit among a few of each shelf."""
         if "event_dependency" not in self._reuse:
             return None
@@ -343,7 +360,7 @@ class Shelves:
             for looked, block in enumerate(shelf.from_size(size)):
                 if looked >= SCAN or (best is not None and block.size >= best.size):
                     break
-                if self._known(block, line):
+                if self._known(block, line) and (not assumed or self.returns(block, line)):
                     best = block
                     break
         return None if best is None else self._serve(best, line, size)
@@ -359,11 +376,14 @@ class Shelves:
     def _known(self, block: Block, line: Timeline) -> bool:
         return self._registry.known(block.stamp, line, exempt=block.owner is line)
 
-    def takeable(self, block: Block | None, line: Timeline) -> bool:
+    def takeable(self, block: Block | None, line: Timeline, assumed: bool) -> bool:
         """May `line` take this block as it is, by steps 1 to 3?"""
         if block is None or block.shelf is None:
             return False
-        if block.shelf is self.idle[block.kind] or block.shelf is self.own[block.kind].get(line.number):
+        idle = block.shelf is self.idle[block.kind]
+        if assumed and not idle and not self.returns(block, line):
+            return False
+        if idle or block.shelf is self.own[block.kind].get(line.number):
             return self._any_kind or self._allowed(block, line)
         return "event_dependency" in self._reuse and self._known(block, line)
 
@@ -444,7 +464,7 @@ class Shelves:
         found = sizes.get(size)
         return found if found is not None else sizes.open(owner, size, assumed)
 
-    def gather(self, line: Timeline, size: int, kind: int) -> Block | None:
+    def gather(self, line: Timeline, size: int, kind: int, assumed: bool) -> Block | None:
         """Neighbours that the stream may all take, joined on purpose into the smallest run that is enough.
 
         The joined block is on no shelf.  O(blocks of the stream's own and of what it has waited for).
@@ -454,9 +474,9 @@ class Shelves:
         shelves = [self.own[kind].get(line.number), *self._covering(line, kind)]
         for shelf in shelves:
             for block in list(shelf or ()):
-                if block in seen or not self.takeable(block, line):
+                if block in seen or not self.takeable(block, line, assumed):
                     continue
-                run = self._run(block, line)
+                run = self._run(block, line, assumed)
                 seen.update(run)
                 total = sum(b.size for b in run)
                 if total < size:
@@ -476,12 +496,12 @@ class Shelves:
             first = self._heap.merge(first, block)
         return first
 
-    def _run(self, block: Block, line: Timeline) -> list[Block]:
+    def _run(self, block: Block, line: Timeline, assumed: bool) -> list[Block]:
         run = [block]
-        while (other := run[-1].prev) is not None and self.takeable(other, line):
+        while (other := run[-1].prev) is not None and self.takeable(other, line, assumed):
             run.append(other)
         run.reverse()
-        while (other := run[-1].next) is not None and self.takeable(other, line):
+        while (other := run[-1].next) is not None and self.takeable(other, line, assumed):
             run.append(other)
         return run
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from allocator.devices import PER_THREAD
 from allocator.streams.timeline import Kind, Timeline
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Captures:
         """Graphs that have been destroyed; filled by finalisers, lock-free."""
         self.numbers: set[int] = set()
         """The numbers of all timelines that stand for captures and graphs, until the last replay is over."""
-        self.dying: list[tuple[Timeline, int]] = []
+        self.dying: deque[tuple[Timeline, int]] = deque()
         """Timelines of such graphs, with the context's seqno that proves their last replay over."""
         self.all_known: Callable[[], bool] = bool
         """Is every library of this process that can capture hooked (R6)?  Set by the integrations."""
@@ -134,7 +135,8 @@ class Captures:
 
     def _enter(self, capture: Capture, line: Timeline, handle: int) -> None:
         self.active[line.number] = capture
-        self.by_handle[handle] = line
+        if handle != PER_THREAD:  # which means another stream in every thread
+            self.by_handle[handle] = line
         if line.number not in capture.inside:
             capture.inside[line.number] = (line, self._new_line())
 
@@ -201,18 +203,15 @@ class Captures:
             any_gone = True
             with registry.lock:
                 # A replay that still runs was launched before now, so before this seqno is closed.
-                self.dying += [(line, registry.context.pending) for line in capture.lines()]
+                self.dying.extend((line, registry.context.pending) for line in capture.lines())
         return any_gone
 
     def advance(self) -> None:
         """Complete the timelines of dead graphs whose last replay is over.  Under the lock."""
-        if not self.dying:
-            return
-        registry = self._registry
+        dying, registry = self.dying, self._registry
         reached = registry.context.completed
-        over = [line for line, seqno in self.dying if seqno <= reached]
-        self.dying = [(line, seqno) for line, seqno in self.dying if seqno > reached]
-        for line in over:
+        while dying and dying[0][1] <= reached:  # in the order of their seqnos
+            line, _ = dying.popleft()
             self.numbers.discard(line.number)
             registry.complete(line, line.closed)
             registry.forget_if_over(line)

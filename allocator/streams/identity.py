@@ -13,8 +13,9 @@ from typing import Final
 
 from allocator.devices import LEGACY, PER_THREAD
 
-_BORROWED: Final = frozenset({"ExternalStream"})
-"""Class names of stream objects that wrap a handle without owning it (CuPy's, PyTorch's)."""
+_BORROWED: Final = frozenset({"ExternalStream", "_BaseStream"})
+"""Names of classes, and of what derives from them, that wrap a handle without owning it: CuPy's, PyTorch's.  CuPy makes
+a `_BaseStream` on the spot where another library hands it a stream."""
 
 _LIBRARIES: Final = frozenset({"cupy", "torch", "cuda", "rmm", "numba", "pycuda", "jax"})
 """Top-level modules whose stream objects own their handle although they may not speak `__cuda_stream__`."""
@@ -84,10 +85,13 @@ def owns_handle(stream: object) -> bool:
     By the protocol an object with `__cuda_stream__` does, and so do the streams of known libraries.  Ints, wrappers
     of a foreign handle, and anything else that merely has a handle somewhere do not: like a bare handle.
     """
-    cls = type(stream)
-    if isinstance(stream, int) or cls.__name__ in _BORROWED:
+    if isinstance(stream, int):
         return False
-    return hasattr(stream, "__cuda_stream__") or cls.__module__.partition(".")[0] in _LIBRARIES
+    line = type(stream).__mro__
+    destroys = any((cls.__module__, cls.__name__) in _DESTROYERS for cls in line)
+    if not destroys and any(cls.__name__ in _BORROWED for cls in line):
+        return False
+    return hasattr(stream, "__cuda_stream__") or line[0].__module__.partition(".")[0] in _LIBRARIES
 
 
 def dies_with(owner: object) -> bool:

@@ -25,7 +25,7 @@ from allocator.events import EMPTY, EventPool, VectorClock
 from allocator.streams.captures import Capture as GraphCapture
 from allocator.streams.captures import Captures
 from allocator.streams.context import CONTEXT, ContextTimeline, satisfied
-from allocator.streams.identity import OwnedHandle, handle_of, is_special, owns_handle
+from allocator.streams.identity import OwnedHandle, dies_with, handle_of, is_special, owns_handle
 from allocator.streams.timeline import Kind, Sealed, Timeline
 from allocator.sync import make_lock
 
@@ -49,7 +49,7 @@ class Registry:
     """The timelines of one context.  Get it with `Registry.of(device)`."""
 
     _all: ClassVar[weakref.WeakKeyDictionary[Device, Registry]] = weakref.WeakKeyDictionary()
-    _all_lock: ClassVar[threading.Lock] = threading.Lock()
+    _all_lock: ClassVar[threading.RLock] = threading.RLock()  # a finaliser may come back
 
     @classmethod
     def of(cls, device: Device) -> Registry:
@@ -174,21 +174,25 @@ class Registry:
             elif line.ended:
                 raise StreamClosed("the stream has been closed; make a new one")
             elif owner is not None and line.owner is None:
-                line.owner = owner
-                self.owners[id(owner)] = line
+                self._own(line, owner)
         self.sweep()
         return line
 
     def _new_line(self, identity: int, kind: Kind, owner: object) -> Timeline:
         line = Timeline(self._next, kind, identity)
         self._next += 1
-        line.owner = owner
         # `lines` first: they are read without the lock, and a number that is not found there means "over".
         self.lines[line.number] = line
         self.streams[identity] = line
         if owner is not None:
-            self.owners[id(owner)] = line
+            self._own(line, owner)
         return line
+
+    def _own(self, line: Timeline, owner: object) -> None:
+        line.owner = owner
+        # An array kept on its own stream object would keep that object, and so itself, for ever.
+        line.keep = None if isinstance(owner, OwnedHandle) or dies_with(owner) else owner
+        self.owners[id(owner)] = line
 
     def new_graph_line(self) -> Timeline:
         """A timeline that no stream stands behind, for a capture (R10).  Under the lock."""
@@ -423,7 +427,7 @@ class Registry:
 
     def release_owner(self, line: Timeline) -> object:
         """Take the owner out, for the caller to drop outside the lock (R9).  Under the lock."""
-        owner, line.owner = line.owner, None
+        owner, line.owner, line.keep = line.owner, None, None
         if owner is not None:
             self.owners.pop(id(owner), None)
         return owner
@@ -447,7 +451,8 @@ class Registry:
     def only_ours(self, line: Timeline) -> bool:
         """Does only the timeline hold the foreign object that owns the stream?  Under the lock.
 
-        Live allocations hold it too, those that declared a use of the stream among them (R9).
+        Live allocations hold it too, those that declared a use of the stream among them (R9), but for an object that
+        ends its stream: nobody can give that work once the program has let it go.
         """
         owner = line.owner
         if owner is None or isinstance(owner, OwnedHandle):  # ours tell us themselves
@@ -542,7 +547,7 @@ class _ThreadToken:
 
 
 def _after_fork_in_child() -> None:
-    Registry._all_lock = threading.Lock()
+    Registry._all_lock = threading.RLock()
     for registry in list(Registry._all.values()):
         registry.forked = True
 

@@ -81,6 +81,7 @@ class Timeline:
         "here_assumed",
         "identity",
         "in_flight",
+        "keep",
         "kind",
         "name",
         "number",
@@ -99,6 +100,8 @@ class Timeline:
         self.name = name
         self.owner: object = None
         """The object that keeps the handle alive; None for bare handles and special streams (R9)."""
+        self.keep: object = None
+        """The owner, if live memory has to keep it: not where the program ends the stream by letting the object go."""
         self.pending = 1
         self.sealed = 0
         self.completed = 0

@@ -23,7 +23,14 @@ from allocator.integrations.cupy.watch import Classes
 __all__ = ["Memory", "MemoryPool", "install", "malloc", "observe", "pools", "record_stream", "uninstall"]
 
 _installation = Installation(
-    Classes(library.BaseStream, library.Event, library.MemoryHook, library.runtime, library.Array)
+    Classes(
+        library.BaseStream,
+        library.Event,
+        library.current_stream,
+        memory_hook=library.MemoryHook,
+        runtime=library.runtime,
+        array=library.Array,
+    )
 )
 
 

@@ -23,6 +23,7 @@ from allocator.integrations.cupy import library
 from allocator.integrations.cupy.memory import Hook, HookUse, Memory, Route
 from allocator.integrations.cupy.pool import MemoryPool
 from allocator.integrations.cupy.watch import Classes, Watch
+from allocator.streams import Registry
 
 
 class Installation:
@@ -43,9 +44,8 @@ class Installation:
         self.malloc = self.hook.malloc
         """CuPy's allocator: one object for the life of the process."""
         self.face = MemoryPool(self.pool_now, self.malloc)
-        self.watch = Watch(
-            classes, self._device_of, library.captures_are_known, self._current_stream, _memory_hooks_are_in_use
-        )
+        self.watch = Watch(classes, self._device_of, library.captures_are_known, _memory_hooks_are_in_use)
+        self.hook.before_any = self.watch.catch_up
 
     # -- on and off --------------------------------------------------------------------------------
 
@@ -151,6 +151,9 @@ class Installation:
         route = self._routes.get(ordinal)
         if route is not None:
             return route.pool.device
+        for pool in self._past:  # switched off, and arrays of ours are still alive: their streams are watched on
+            if pool.device.ordinal == ordinal:
+                return pool.device
         return self._simulated if self._simulated is not None else CudaDevice(ordinal)
 
     def _route_of(self, stream: Any) -> Route:
@@ -207,9 +210,11 @@ def ordinal_is_current(ordinal: int) -> bool:
 
 
 def _at_rest(pool: CachingAllocator) -> bool:
-    """Does no array hold memory of the pool any more?"""
+    """Does no array hold memory of the pool any more, and no graph?"""
     try:
-        return pool.allocated_bytes == 0
+        pool.stats()  # graphs that have gone are noted, and what is over is found out
+        captures = Registry.of(pool.device).captures
+        return pool.allocated_bytes == 0 and not captures.active and not captures.numbers
     except Exception:  # forked: nothing here will be used again
         return True
 

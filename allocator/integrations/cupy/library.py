@@ -66,6 +66,11 @@ def current_device() -> int:
     return int(cupy.cuda.device.get_device_id())
 
 
+def memory_without_a_pool(nbytes: int) -> Any:
+    """A memory object straight from the runtime.  `cudaMalloc`, and `cudaFree` at its end, which waits for the GPU."""
+    return memory.Memory(nbytes)
+
+
 def get_allocator() -> Any:
     """The process-wide or thread-local allocator that CuPy uses now."""
     return cupy.cuda.get_allocator()

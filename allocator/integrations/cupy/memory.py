@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from allocator.blocks import Block
 from allocator.caching import CachingAllocator
 from allocator.devices import PER_THREAD
-from allocator.errors import OutOfMemoryError
+from allocator.errors import OutOfMemoryError, Reentered
 from allocator.integrations.cupy import library
 from allocator.sizes import check_request, round_up
 from allocator.streams import Registry, Stream, Timeline, target
@@ -49,7 +49,7 @@ else:
 class Memory(_BaseMemory):
     """Memory that a CuPy array holds.  To the pool it is an allocation; `ptr`, `size`, `device_id` are CuPy's.
 
-    It keeps its pool, and the stream object it was allocated on, as long as it lives.
+    It keeps its pool as long as it lives, and the stream object it was allocated on where that has to be kept (R9).
     """
 
     __slots__ = ("__weakref__", "_block", "_generation", "_home", "kept")
@@ -142,6 +142,8 @@ class Hook:
         self._route_of = route_of
         self._null = null
         self.alone: Route | None = None
+        self.before_any: Callable[[], None] = lambda: None
+        """Called before memory may come from another stream: what was seen late has to be known by then."""
 
     def malloc(self, nbytes: int) -> Any:
         """A `MemoryPointer` to at least `nbytes` bytes for use on the current stream.
@@ -161,24 +163,36 @@ class Hook:
         if line is None or type(nbytes) is not int or nbytes <= 0:
             return MemoryPointer(self._take_slowly(nbytes, stream, route), 0)
         pool = route.pool
-        block = pool.acquire(nbytes, line, True)
+        try:
+            block = pool.acquire(nbytes, line, True)
+        except Reentered:
+            block = None
         if block is None:
             return MemoryPointer(self._take_slowly(nbytes, stream, route), 0)
         memory = Memory()
+        memory._home = pool
+        memory._block = block
+        memory._generation = block.generation  # from here on its end gives the block back
         memory.ptr = block.ptr
         memory.size = block.size
         memory.device_id = pool.device.ordinal
-        memory._home = pool
-        memory._block = block
-        memory.kept = line.owner
-        memory._generation = block.generation
+        memory.kept = line.keep
         if pool.announce is not None:
             pool.announce(block.ptr, block.size, memory)
         return MemoryPointer(memory, 0)
 
-    def _take_slowly(self, nbytes: int, stream: object, route: Route) -> Memory:
-        """Everything but a hit.  Nothing that fails here leaves memory behind, nor a reference in its error (S07)."""
-        nbytes = check_request(nbytes)
+    def _take_slowly(self, nbytes: int, stream: object, route: Route) -> Any:
+        """Everything but a hit.  Nothing that fails here leaves memory behind, nor a reference in its error (S07).
+
+        A finaliser that the collector runs inside our own locked section cannot be served from the pool that is being
+        changed: it gets memory of its own from the runtime, as if there were no pool.
+        """
+        try:
+            return self._take(check_request(nbytes), stream, route)
+        except Reentered:
+            return library.memory_without_a_pool(nbytes)
+
+    def _take(self, nbytes: int, stream: object, route: Route) -> Memory:
         pool = route.pool
         memory = Memory()
         memory._generation = -1
@@ -187,6 +201,7 @@ class Hook:
         memory.ptr = memory.size = 0
         if nbytes == 0:
             return memory
+        self.before_any()
         line, given = target(pool.device, stream)
         failure: tuple[int, int, int, str] | None = None
         try:
@@ -195,11 +210,11 @@ class Hook:
             failure = (round_up(nbytes), error.stats["reserved"], error.limit, str(error))
         if failure is not None:
             raise _out_of_memory(*failure)
+        memory._block = block
+        memory._generation = block.generation
         memory.ptr = block.ptr
         memory.size = block.size
-        memory._block = block
-        memory.kept = line.owner
-        memory._generation = block.generation
+        memory.kept = line.keep
         if pool.announce is not None:
             pool.announce(block.ptr, block.size, memory)
         return memory
@@ -216,7 +231,7 @@ class Hook:
         hooks = list(_get_memory_hooks().values())
         for hook in hooks:
             hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=rounded)
-        memory: Memory | None = None
+        memory: Any = None
         before = route.pool.new_memory_allocations
         try:
             memory = self._take_slowly(nbytes, stream, route)

@@ -14,18 +14,20 @@ Next: installation.py.  Arguments: docs/ordering.md, R3, R5 and R10.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from allocator.devices import Device
-from allocator.errors import AllocatorError, DriverError, StreamCapturing
+from allocator.devices import PER_THREAD, Device
+from allocator.errors import AllocatorError, DriverError, Reentered, StreamCapturing
 from allocator.integrations.cupy.memory import Memory
-from allocator.streams import Capture, GraphToken, Registry, Sealed, Sealing, Timeline, target
+from allocator.streams import Capture, GraphToken, Kind, Registry, Sealed, Sealing, Timeline, target
 
 _log = logging.getLogger("allocator")
 MOST_BESIDE = 64
@@ -49,9 +51,18 @@ class Classes:
     """The classes that are watched: CuPy's, or stand-ins with the same methods."""
 
     def __init__(
-        self, stream: Any, event: Any, memory_hook: Any = None, runtime: Any = None, array: Any = None
+        self,
+        stream: Any,
+        event: Any,
+        current_stream: Callable[[], Any],
+        *,
+        memory_hook: Any = None,
+        runtime: Any = None,
+        array: Any = None,
     ) -> None:
         self.stream = stream
+        self.current_stream = current_stream
+        """What the library itself takes where no stream is named."""
         self.event = event
         self.array = array
         self.memory_hook = memory_hook
@@ -70,17 +81,18 @@ class Watch:
         classes: Classes,
         device_of: Callable[[Any], Device | None],
         captures_known: Callable[[], bool],
-        current_stream: Callable[[], Any],
         on_hook_use: Callable[[], None] = lambda: None,
     ) -> None:
         self._classes = classes
         self._device_of = device_of
         self._captures_known = captures_known
-        self._current_stream = current_stream
+        self._current_stream = classes.current_stream
         self._on_hook_use = on_hook_use
         self.learning = True
         self._originals: list[tuple[Any, str, Any]] = []
         self._unknown: list[tuple[weakref.ref[Any], Registry, Timeline]] = []
+        self._late: deque[weakref.ref[Any]] = deque()
+        """Streams that a finaliser inside our own locked section made or used: seen at the next call."""
         self._immortal: list[GraphToken] = []
         """Of graphs whose end cannot be learnt: what they use is theirs for ever."""
 
@@ -115,6 +127,7 @@ class Watch:
             self._wrap(self._classes.array, "__dlpack__", self._dlpack)
             self._wrap_interface(self._classes.array)
         hooks = self._classes.memory_hook
+        self._gate_what_is_frozen()
         for found in gc.get_objects():  # made before us, perhaps used by name only
             kind = type(found)
             if issubclass(kind, stream):
@@ -161,6 +174,8 @@ class Watch:
 
         Driver calls: none for an object seen before, and those of `Registry.resolve` at first sight.  Never raises.
         """
+        if self._late:
+            self.catch_up()
         registry: Registry | None = None
         try:
             device = self._device_of(stream)
@@ -172,6 +187,9 @@ class Watch:
                 if registry.captures.all_known is not self._captures_known:
                     registry.captures.all_known = self._captures_known
                 line = registry.resolve(stream)
+        except Reentered:
+            self._late.append(weakref.ref(stream))
+            return None
         except AllocatorError as error:
             self._could_not_see(stream, registry, error)
             return None
@@ -180,6 +198,23 @@ class Watch:
         if self._unknown:
             self._identify(stream, registry, line)
         return registry, line
+
+    def catch_up(self) -> None:
+        """See what could not be seen when it was made, from inside our own locked section.  Before memory may move."""
+        for _ in range(len(self._late)):
+            try:
+                stream = self._late.popleft()()
+            except IndexError:  # another thread took the last
+                return
+            if stream is not None:
+                self.see(stream)
+
+    def _gate_what_is_frozen(self) -> None:
+        """`gc.freeze()` hides objects from us, streams perhaps among them: then somebody unknown may use anything."""
+        device = self._device_of(self._current_stream()) if gc.get_freeze_count() else None
+        if device is not None:
+            _log.warning("gc.freeze() hides the streams made before it: call allocator.cupy.install() first")
+            Registry.of(device).new_unknown_line()
 
     def _could_not_see(self, stream: Any, registry: Registry | None, error: AllocatorError) -> None:
         if registry is None or registry.forked or registry.lost is not None:
@@ -204,8 +239,22 @@ class Watch:
 
     def _after_use(self, original: Callable[..., Any], stream: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(stream, *args, **kwargs)
-        self.see(stream)
+        seen = self.see(stream)
+        if seen is not None:
+            self._ask_borrowed(*seen, stream)
         return result
+
+    @staticmethod
+    def _ask_borrowed(registry: Registry, line: Timeline, stream: Any) -> None:
+        """A stream that nobody here owns can be asked and sealed only while its handle is given to us: now (R9)."""
+        if line.owner is not None or line.kind not in (Kind.BLOCKING, Kind.NON_BLOCKING):
+            return
+        if line.completed >= line.closed:
+            return
+        with contextlib.suppress(Reentered):
+            sealing, given = Sealing(registry), _handle(registry, stream)
+            if not sealing.query(line, given):
+                sealing.seal(line, given)
 
     def _dlpack(self, original: Callable[..., Any], array: Any, *args: Any, **kwargs: Any) -> Any:
         self._exported(array, kwargs.get("stream", args[0] if args else None))
@@ -243,8 +292,12 @@ class Watch:
             capture = registry.captures.active.get(line.number) if registry.captures.active else None
             if capture is not None:
                 note = capture  # whoever waits for it joins (R10)
-            elif self.learning and registry.lost is None and not registry.forked:
-                note = Beside(registry, line, self._seal(registry, line, stream))
+            elif registry.lost is None and not registry.forked:
+                with contextlib.suppress(Reentered):
+                    if self.learning:
+                        note = Beside(registry, line, self._seal(registry, line, stream))
+                    else:
+                        self._ask_borrowed(registry, line, stream)
         # Before the record: whatever becomes of it, the old note is not what the event stands for.
         if event is not None:
             setattr(event, _MARK, note)
@@ -273,14 +326,22 @@ class Watch:
     def _wait_event(self, original: Callable[..., Any], stream: Any, event: Any) -> Any:
         seen = self.see(stream)
         note = getattr(event, _MARK, None)
-        if seen is None or note is None:
+        if seen is None:
             return original(stream, event)
         registry, line = seen
         if isinstance(note, Capture):
             return self._join(original, stream, event, registry, line, note)
         result = original(stream, event)
-        if self.learning and note.registry is registry and note.line is not line and note.sealed is not None:
-            self._wait_beside(registry, line, note.sealed, _handle(registry, stream))
+        self._ask_borrowed(registry, line, stream)
+        if (
+            note is not None
+            and self.learning
+            and note.registry is registry
+            and note.line is not line
+            and note.sealed is not None
+        ):
+            with contextlib.suppress(Reentered):
+                self._wait_beside(registry, line, note.sealed, _handle(registry, stream))
         return result
 
     def _wait_beside(self, registry: Registry, line: Timeline, sealed: Sealed, given: int | None) -> None:
@@ -299,8 +360,11 @@ class Watch:
         if seen is None or seen[0].captures.active:
             return original(stream)
         registry, line = seen
-        registry.before_mark()
-        points = registry.close_for(line)  # before the wait (R4)
+        try:
+            registry.before_mark()
+            points = registry.close_for(line)  # before the wait (R4)
+        except Reentered:
+            return original(stream)
         result = original(stream)
         registry.mark(points)
         return result
@@ -309,7 +373,8 @@ class Watch:
         result = original(event)
         note = getattr(event, _MARK, None)
         if self.learning and isinstance(note, Beside) and note.sealed is not None and not note.sealed.done:
-            Sealing(note.registry).poll([note.line])  # the program's event proves nothing: ours is asked (R5)
+            with contextlib.suppress(Reentered):
+                Sealing(note.registry).poll([note.line])  # the program's event proves nothing: ours is asked (R5)
         return result
 
     # -- captures ----------------------------------------------------------------------------------
@@ -401,7 +466,10 @@ class Watch:
 
     def _raw_end_capture(self, original: Callable[..., Any], handle: int) -> Any:
         registry = self._registry_now()
-        line = registry.captures.by_handle.get(int(handle)) if registry is not None else None
+        line = None
+        if registry is not None:
+            special = int(handle) == PER_THREAD  # which means another stream in every thread
+            line = registry.per_thread_if_known() if special else registry.captures.by_handle.get(int(handle))
         capture = registry.captures.active.get(line.number) if registry is not None and line is not None else None
         if registry is None or capture is None:
             return original(handle)

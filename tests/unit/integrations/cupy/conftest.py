@@ -42,11 +42,22 @@ Start = Callable[..., CachingAllocator]
 def installation(library: FakeCupy) -> Iterator[Installation]:
     """An installation of its own, not switched on yet."""
     before = (cupy.cuda.get_allocator(), cupy.get_default_memory_pool())
-    found = Installation(Classes(library.BaseStream, library.Event, array=cupy.ndarray))
+    found = Installation(
+        Classes(
+            library.BaseStream,
+            library.Event,
+            library.current,
+            memory_hook=cupy.cuda.MemoryHook,
+            runtime=library.runtime,
+            array=cupy.ndarray,
+        )
+    )
     yield found
     found.uninstall()
+    found.watch._immortal.clear()  # as if the process had ended: nobody launches these graphs any more
     gc.collect()
-    found.uninstall()  # nothing of ours is alive now, so the methods are put back as well
+    for _ in range(2):
+        found.uninstall()  # nothing of ours is alive now, so the methods are put back as well
     assert (cupy.cuda.get_allocator(), cupy.get_default_memory_pool()) == before
     assert not found.watch.on
 

@@ -23,6 +23,8 @@ class FakeCupy:
     def __init__(self, gpu: SimDevice) -> None:
         self.gpu = gpu
         self._local = threading.local()
+        self.ExternalStream: Any = None
+        self.runtime = Runtime(gpu)
         self.BaseStream, self.Stream, self.Event = _classes(self)
         self.null = self.Stream(null=True)
         self.ptds = self.Stream(ptds=True)
@@ -42,6 +44,21 @@ class FakeCupy:
 def handle(stream: Any) -> int:
     """As the driver takes it from us: 0 told as legacy."""
     return int(stream.ptr) or LEGACY
+
+
+class Runtime:
+    """`cupy.cuda.runtime`, as Python callers use it: handles, no objects."""
+
+    def __init__(self, gpu: SimDevice) -> None:
+        self._gpu = gpu
+
+    def streamBeginCapture(self, stream: int, mode: str) -> None:
+        with self._gpu.program_scope():
+            self._gpu.begin_capture(stream, mode)
+
+    def streamEndCapture(self, stream: int) -> Any:
+        with self._gpu.program_scope():
+            return self._gpu.end_capture(stream)
 
 
 class Graph:
@@ -144,7 +161,13 @@ def _classes(library: FakeCupy) -> tuple[Any, Any, Any]:
             wrapper._foreign_stream_ref = stream
             return wrapper
 
-    Stream.__module__, Stream.__name__ = "cupy.cuda.stream", "Stream"
+    class ExternalStream(BaseStream):
+        def __init__(self, ptr: int, device_id: int = -1) -> None:
+            super().__init__(ptr, device_id)
+
+    library.ExternalStream = ExternalStream
+    for cls, name in ((BaseStream, "_BaseStream"), (Stream, "Stream"), (ExternalStream, "ExternalStream")):
+        cls.__module__, cls.__name__ = "cupy.cuda.stream", name
 
     class Event:
         def __init__(self) -> None:

@@ -163,7 +163,7 @@ def test_s23_each_device_has_its_own_pool_and_a_free_acts_on_its_own() -> None:
         def current(cls) -> Any:
             return libraries[cls.now].current()
 
-    installation = Installation(Classes(libraries[0].BaseStream, libraries[0].Event))
+    installation = Installation(Classes(libraries[0].BaseStream, libraries[0].Event, libraries[0].current))
     pools = [CachingAllocator(gpu, config=Config()) for gpu in gpus]
     for pool in pools:
         installation.install(pool, current_stream=Both.current)

@@ -90,7 +90,7 @@ def test_s33_made_on_a_read_on_b_dropped_and_nothing_declared(
     """With the pool of a library that never crosses streams this is right.  The control trusts declared uses only."""
     device = SimDevice(memory=1 << 30) if uses == "declared" else gpu
     lib = FakeCupy(device) if uses == "declared" else library
-    watching = Installation(Classes(lib.BaseStream, lib.Event)) if uses == "declared" else installation
+    watching = Installation(Classes(lib.BaseStream, lib.Event, lib.current)) if uses == "declared" else installation
     pool = CachingAllocator(device, config=Config(uses=uses))
     watching.install(pool, current_stream=lib.current)
     a, b, c = (lib.Stream(non_blocking=True) for _ in range(3))
@@ -194,7 +194,7 @@ def test_with_the_watch_off_an_unseen_stream_would_be_overtaken(gpu: SimDevice, 
     """The control: this is what seeing is for."""
     device = SimDevice(memory=1 << 30)
     lib = FakeCupy(device)
-    blind = Installation(Classes(lib.BaseStream, lib.Event))
+    blind = Installation(Classes(lib.BaseStream, lib.Event, lib.current))
     pool = CachingAllocator(device, config=Config())
     blind.install(pool, current_stream=lib.current)
     blind.watch.stop()
