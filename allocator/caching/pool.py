@@ -257,7 +257,7 @@ class CachingAllocator:
         block = self.obtain(nbytes, line, given, assumed)
         allocation = Allocation(self, block, nbytes, face)
         if face.fast is None:
-            allocation.kept = line.keep  # a foreign object: while this lives, the stream has not ended (R9)
+            allocation.kept = line.keeper  # a foreign object: while this lives, the stream has not ended (R9)
         if self.announce is not None:
             self.announce(block.ptr, block.size, allocation)
         return allocation
@@ -373,8 +373,8 @@ class CachingAllocator:
             if block.users is None:
                 block.users = {}
             block.users[line.number] = line
-            if line.keep is not None:
-                block.kept = [*(block.kept or ()), line.keep]
+            if line.keep:
+                block.kept = [*(block.kept or ()), line.keeper]
             block.bin = None  # several users: no bin may hold it (R7)
 
     def free(self, allocation: Allocation, stream: object) -> None:

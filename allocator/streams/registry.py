@@ -191,7 +191,7 @@ class Registry:
     def _own(self, line: Timeline, owner: object) -> None:
         line.owner = owner
         # An array kept on its own stream object would keep that object, and so itself, for ever.
-        line.keep = None if isinstance(owner, OwnedHandle) or dies_with(owner) else owner
+        line.keep = not dies_with(owner)
         self.owners[id(owner)] = line
 
     def new_graph_line(self) -> Timeline:
@@ -427,7 +427,7 @@ class Registry:
 
     def release_owner(self, line: Timeline) -> object:
         """Take the owner out, for the caller to drop outside the lock (R9).  Under the lock."""
-        owner, line.owner, line.keep = line.owner, None, None
+        owner, line.owner, line.keep = line.owner, None, False
         if owner is not None:
             self.owners.pop(id(owner), None)
         return owner

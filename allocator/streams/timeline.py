@@ -100,8 +100,8 @@ class Timeline:
         self.name = name
         self.owner: object = None
         """The object that keeps the handle alive; None for bare handles and special streams (R9)."""
-        self.keep: object = None
-        """The owner, if live memory has to keep it: not where the program ends the stream by letting the object go."""
+        self.keep = False
+        """Has live memory to keep the owner?  Not where the program ends the stream by letting the object go."""
         self.pending = 1
         self.sealed = 0
         self.completed = 0
@@ -119,6 +119,11 @@ class Timeline:
         """Threads inside a driver call with the stream's handle, host waits apart."""
         self.poisoned: str | None = None
         """The driver's error that made the stream's progress unknowable (R11)."""
+
+    @property
+    def keeper(self) -> object:
+        """What live memory keeps, so that the stream stays known: the owner, or nothing (R9)."""
+        return self.owner if self.keep else None
 
     @property
     def closed(self) -> int:

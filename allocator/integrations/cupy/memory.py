@@ -176,7 +176,7 @@ class Hook:
         memory.ptr = block.ptr
         memory.size = block.size
         memory.device_id = pool.device.ordinal
-        memory.kept = line.keep
+        memory.kept = line.owner if line.keep else None
         if pool.announce is not None:
             pool.announce(block.ptr, block.size, memory)
         return MemoryPointer(memory, 0)
@@ -214,7 +214,7 @@ class Hook:
         memory._generation = block.generation
         memory.ptr = block.ptr
         memory.size = block.size
-        memory.kept = line.keep
+        memory.kept = line.owner if line.keep else None
         if pool.announce is not None:
             pool.announce(block.ptr, block.size, memory)
         return memory

@@ -234,7 +234,8 @@ class Watch:
         result = original(stream, *args, **kwargs)
         seen = self.see(stream)
         if seen is not None and (seen[0].finished or seen[0].unended):
-            Sealing(seen[0]).end_finished()  # a program that makes streams for ever lets go of as many
+            with contextlib.suppress(Reentered):
+                Sealing(seen[0]).end_finished()  # a program that makes streams for ever lets go of as many
         return result
 
     def _after_use(self, original: Callable[..., Any], stream: Any, *args: Any, **kwargs: Any) -> Any:
