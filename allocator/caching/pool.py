@@ -139,6 +139,8 @@ class CachingAllocator:
         """Something must be looked at before an allocation: closed, forked, over the limit, captures."""
         _pools.add(self)
         self._registry.pools.add(self)
+        if self._registry.captures.active:
+            self._careful = True  # made within a capture (S19)
         reap()
 
     def _make_canary(self) -> Canary | None:
