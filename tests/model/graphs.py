@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from allocator import CachingAllocator, OutOfMemoryError
 from allocator.devices.sim.capture import Graph
 from allocator.errors import DriverError
 from allocator.streams import Capture, GraphToken, Kind
 from tests.model.contract import Contract, GraphUniverse, Op
-from tests.model.programs import DURATION_NS, SIZES, Player, Program, Step
+from tests.model.programs import DURATION_NS, SIZES, Foreign, Player, Program, Step
 
 EVERY = 8
 """Programs after which memory goes back to the driver: in between, the next one finds what this one left idle."""
@@ -29,6 +30,13 @@ EVERY = 8
 
 class Wrong(AssertionError):
     """What the player found, apart from races and violations."""
+
+
+class CupyStream(Foreign):
+    """A foreign stream object as CuPy's: the stream ends with it."""
+
+
+CupyStream.__module__, CupyStream.__name__ = "cupy.cuda.stream", "Stream"
 
 
 class GraphPlayer(Player):
@@ -49,6 +57,11 @@ class GraphPlayer(Player):
         """Of each graph, an event behind its last launch."""
         self._played = 0
         self._clear()
+
+    def _stream(self, kind: str) -> Any:
+        if kind.startswith("foreign"):
+            return CupyStream(self.gpu, non_blocking=kind.endswith("nb"))
+        return super()._stream(kind)
 
     def _clear(self) -> None:
         with self.gpu.scope():
