@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.model.mutants import CACHING, MUTANTS, POOL, REGISTRY, SEALING, STREAMS, Change, Mutant
+from tests.model.mutants import CACHING, MUTANTS, POOL, REGISTRY, SEALING, SHELVES, STREAMS, Change, Mutant
 
 CAPTURES = f"{STREAMS}.captures:Captures"
 CAPTURING = f"{CACHING}.capturing:Capturing"
@@ -123,6 +123,21 @@ CAPTURE_MUTANTS: Final = (
         "r10_a_graph's_memory_is_lost",
         "graph-assumed: alloc 0 1; begin 0",
         (f"{CAPTURES}.end", "capture.line.end()", "pass"),
+    ),
+    _m(
+        "r10_graphs_that_no_memory_waits_for_are_never_forgotten",
+        "graph-declared: begin 0; end 0",
+        (f"{SHELVES}.context_waits", "if captures.dying:", "if False:"),
+    ),
+    _m(
+        "r10_graphs_that_live_are_forgotten_with_those_that_do_not",
+        "scene: a_block_that_lives_through_many_captures",
+        (f"{CAPTURING}._join", "if number in lines", "if number not in lines"),
+    ),
+    _m(
+        "r10_a_pool_made_within_a_capture_does_not_see_it",
+        "scene: a_pool_made_within_a_capture",
+        (f"{POOL}.__init__", "if self._registry.captures.active:", "if False:"),
     ),
     # -- what must not be touched -------------------------------------------------------------------
     _m(

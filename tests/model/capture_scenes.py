@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from allocator import DriverError, Stream, StreamCapturing
+from allocator import CachingAllocator, Config, DriverError, Stream, StreamCapturing
 from allocator.sizes import MIB
 from allocator.streams import Sealing
 from tests.model.programs import Foreign
@@ -152,6 +152,41 @@ def a_stream_handle_that_captures_no_more() -> str | None:
     return scene.end()
 
 
+def a_pool_made_within_a_capture() -> str | None:
+    """CuPy makes a device's pool at first use, which may be in a capture: its temporaries are the graph's as well."""
+    scene = Reported(("nb", "nb"))
+    scene.play("begin 0")
+    stream, addresses = scene.player.streams[0], set()
+    pool = CachingAllocator(scene.gpu, Config(uses="declared"))
+    for _ in range(3):
+        temporary = pool.allocate(2 * MIB, stream=stream)
+        scene.gpu.launch(stream, writes=[temporary])
+        addresses.add(temporary.ptr)
+        temporary.close()
+    scene.play("end 0; drop; idle")
+    pool.close()
+    pool.stats()
+    return scene.end() or (f"temporaries at {len(addresses)} addresses" if len(addresses) > 1 else None)
+
+
+def a_block_that_lives_through_many_captures() -> str | None:
+    """Weights: each capture uses them.  They are freed, and the graphs die one after the other, the first one last."""
+    scene = Scene(("nb", "nb"))
+    scene.play("into 0 0 1")
+    where, graphs = scene.player.blocks[0].ptr, []
+    for _ in range(12):
+        scene.play("begin 0; use 0 0; end 0")
+        graphs.append(scene.player.graph)
+    scene.play("drop; free 0; idle")
+    while graphs:
+        scene.play("stats; into 1 0 1; into 2 1 1; free 1; free 2; idle; stats; into 3 0 1; into 4 1 1; idle")
+        if any(block is not None and block.ptr == where for block in scene.player.blocks[1:]):
+            return f"given to others while {len(graphs)} graphs that use it live"
+        scene.play("free 3; free 4")
+        graphs.pop()
+    return scene.end()
+
+
 class Unknown(Scene):
     """A foreign stream met while it captures, so that nobody can be asked which it is: a hook makes it a timeline."""
 
@@ -209,6 +244,8 @@ CAPTURE_SCENES: Final[dict[str, Callable[[], str | None]]] = {
         a_capture_that_begins_before_the_whole_context_is_marked,
         an_allocation_by_the_handle_of_a_captured_stream,
         a_stream_handle_that_captures_no_more,
+        a_pool_made_within_a_capture,
+        a_block_that_lives_through_many_captures,
         a_stream_that_nobody_could_ask,
         a_stream_that_can_be_asked_at_last,
     )

@@ -272,7 +272,7 @@ class GraphPlayer(Player):
             stats = pool.stats()
             if stats.in_flight_bytes or stats.private_bytes:
                 return f"lost: {stats.in_flight_bytes} bytes in flight, {stats.private_bytes} of graphs, all idle"
-        self.pool._sealing.close_context()  # nobody asks for the graphs that no memory waits for
+        self.do_stats()
         captures, lines = self.captures, self.pool._registry.lines.values()
         if captures.numbers or captures.dying or captures.active or any(line.kind is Kind.GRAPH for line in lines):
             return f"lost: timelines of graphs {captures.numbers}"
