@@ -42,7 +42,7 @@ def _apply(place: str, changes: Sequence[Change]) -> list[tuple[Any, str, Any]]:
     for part in outer:
         holder = getattr(holder, part)
     original = inspect.getattr_static(holder, name)
-    source = textwrap.dedent(inspect.getsource(original.fget if isinstance(original, property) else original))
+    source = textwrap.dedent(inspect.getsource(getattr(original, "fget", original)))  # of a property, its function
     for change in changes:
         assert source.count(change.old) == 1, f"{place}: {source.count(change.old)} times: {change.old!r}"
         source = source.replace(change.old, change.new)
