@@ -4,8 +4,8 @@ The yardstick is a pool that never crosses streams, as CuPy's own, with the one 
 a capture may use any block that is live at that moment, and the graph may be launched as long as it lives, whatever has
 been freed meanwhile*.  A program is right if
 
-* a use outside captures keeps the contract of docs/ordering.md; with assumed uses, the owner allocates again only
-  behind what other streams did to the blocks that it freed;
+* a use outside captures keeps the contract of docs/ordering.md; with assumed uses, it is enough that it comes behind what
+  the owner was behind, and the owner allocates again only behind what other streams did to the blocks that it freed;
 * a graph is launched behind the allocation of the blocks it uses, and in order with the uses that its own blocks have
   outside it.  Launches of one graph never overlap: the driver sees to that;
 * captures are begun, joined, joined back and ended as the driver demands.
@@ -46,9 +46,10 @@ class Made:
     """A block.  made_in: the number of the capture it was allocated in, or -1."""
 
     owner: int
-    at: Op
-    recycled: bool
-    """Had anything been freed before?  Only then can work of others lie before the block's own."""
+    behind: Clock = ()
+    """What a use by another stream comes behind; nothing if no memory could have been used before."""
+    step: Op = (0, 0)
+    """Within a capture: the step of its stream."""
     made_in: int = -1
     live: bool = True
     uses: tuple[Op, ...] = ()
@@ -149,6 +150,9 @@ class Contract:
         clock = self.reach(slot)
         return all(clock[column] >= n for column, n in ops)
 
+    def _behind_all(self, slot: int, clock: Clock) -> bool:
+        return not clock or all(mine >= n for mine, n in zip(self.reach(slot), clock, strict=True))
+
     def _work(self, slot: int) -> Op:
         self.clocks[slot] = self.reach(slot)
         op = self._count(slot)
@@ -176,11 +180,11 @@ class Contract:
         if number < 0:
             return [i for i, b in live if b.owner == slot and self._usable_outside(b, slot)]
         graph = self.graphs[number]
-        return [i for i, b in live if b.made_in != number or graph.behind(slot, b.at)]
+        return [i for i, b in live if b.made_in != number or graph.behind(slot, b.step)]
 
     def _usable_outside(self, block: Made, slot: int) -> bool:
         if block.made_in < 0:
-            return block.owner == slot or not block.recycled or self._behind(slot, [block.at])
+            return block.owner == slot or self._behind_all(slot, block.behind)
         graph = self.graphs[block.made_in]
         return graph.over and self._behind(slot, graph.launches)
 
@@ -275,7 +279,7 @@ class Contract:
         for item in graph.items:
             block = self.blocks[item]
             if block.made_in < 0:
-                if block.recycled and not self._behind(slot, [block.at]):
+                if not self._behind_all(slot, block.behind):
                     return False
             elif block.made_in == number:
                 if not self._behind(slot, block.uses):
@@ -301,12 +305,25 @@ class Contract:
         number = self.capture_of(slot)
         during = frozenset(n for n, g in enumerate(self.graphs) if not g.over)
         if number >= 0:
-            self.blocks.append(Made(slot, (slot, self.graphs[number].steps[slot]), self.freed, number, captures=during))
+            step = (slot, self.graphs[number].steps[slot])
+            self.blocks.append(Made(slot, step=step, made_in=number, captures=during))
             self._take_work(slot, [len(self.blocks) - 1])
             return
-        self.blocks.append(Made(slot, self._count(slot), self.freed, captures=during))
+        self.blocks.append(Made(slot, self._before(slot), captures=during))
         if not self.forbidden(slot):
             self._take_work(slot, [len(self.blocks) - 1])
+
+    def _before(self, slot: int) -> Clock:
+        """What must come before other streams' uses of a block that is allocated now.
+
+        With declared uses: the allocation, as the pool may have made the stream wait for anybody's memory.  With
+        assumed ones only what the owner was behind: a pool that never crosses streams gives what it freed itself.
+        """
+        if not self.universe.assumed:
+            column, n = self._count(slot)
+            return tuple(n if c == column else 0 for c in range(len(self.ops))) if self.freed else ()
+        freed = any(not b.live and b.owner == slot and b.made_in < 0 for b in self.blocks)
+        return self.position(slot) if freed else ()
 
     def _count(self, slot: int) -> Op:
         """An allocation is no work, but whoever is behind it has waited since."""
