@@ -4,8 +4,8 @@ The yardstick is a pool that never crosses streams, as CuPy's own, with the one 
 a capture may use any block that is live at that moment, and the graph may be launched as long as it lives, whatever has
 been freed meanwhile*.  A program is right if
 
-* a use outside captures keeps the contract of docs/ordering.md; with assumed uses, it is enough that it comes behind what
-  the owner was behind, and the owner allocates again only behind what other streams did to the blocks that it freed;
+* a use outside captures keeps the contract of docs/ordering.md; with assumed uses, it is enough that it comes behind
+  what the owner was behind, and the owner allocates again only behind what others did to the blocks that it freed;
 * a graph is launched behind the allocation of the blocks it uses, and in order with the uses that its own blocks have
   outside it.  Launches of one graph never overlap: the driver sees to that;
 * captures are begun, joined, joined back and ended as the driver demands.
