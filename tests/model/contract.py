@@ -11,7 +11,7 @@ been freed meanwhile*.  A program is right if
 * captures are begun, joined, joined back and ended as the driver demands.
 
 `Contract` follows a program, without a pool, and says what may come next: as it only lets right programs pass, whatever
-goes wrong in them is the pool's fault.
+goes wrong in them is the pool's fault.  Longer than other modules: what a step needs and what it changes is one state.
 Next: graphs.py (what plays them), captures.py (all programs).
 """
 
