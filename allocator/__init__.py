@@ -32,6 +32,7 @@ from allocator.streams import Event, Stream, current_stream, stream
 if TYPE_CHECKING:
     from allocator import cupy as cupy
     from allocator import metrics as metrics
+    from allocator import stress as stress
     from allocator.devices import CudaDevice
 
 __version__ = "0.1.0"
@@ -66,7 +67,7 @@ def __getattr__(name: str) -> object:
         from allocator.devices import CudaDevice
 
         return CudaDevice
-    if name in ("cupy", "metrics"):  # likewise: nobody pays for a library that is not used
+    if name in ("cupy", "metrics", "stress"):  # likewise: nobody pays for a library that is not used
         return importlib.import_module(f"allocator.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
