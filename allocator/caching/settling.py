@@ -156,7 +156,7 @@ class Settling:
         True: something is over.  False: the time is up.  None: there is no event to wait for.
         """
         registry, device = self._registry, self._device
-        lines = in_flight({*self.waiting().lines, registry.legacy})
+        lines = in_flight(dict.fromkeys((*self.waiting().lines, registry.legacy)))  # in one order, so that runs repeat
         with registry.lock:
             events = [line.in_flight[0] for line in lines if line.in_flight]
             for sealed in events:
