@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from allocator import CachingAllocator
-from allocator.metrics.collector import label_text
+from allocator.metrics.collector import AT_ONCE, label_text
 from allocator.stats import REQUEST_BUCKETS, SECONDS_BUCKETS, Histogram, Stats
 from allocator.streams import Registry
 
@@ -358,7 +358,7 @@ class History:
             return
         try:
             now = self._clock()
-            stats = pool.stats(per_stream=watched)
+            stats = pool.stats(per_stream=watched, most=AT_ONCE)
             shown = address_map(pool, now) if watched else None
         except Exception as error:  # whatever it is, the next sample may succeed
             if not member._told:

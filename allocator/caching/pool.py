@@ -453,7 +453,7 @@ class CachingAllocator:
     def stats(self, *, per_stream: bool = False, most: int | None = None) -> Stats:
         """The pool's statistics, consistent in themselves.
 
-        per_stream: also the figures by stream, which cost O(blocks).  most: see to that many queued frees, and put
+        per_stream: also the figures by stream.  most: see to that many queued frees, and put
         down that many finished blocks, at most; the rest stays `pending_frees` and in flight, and is left to the next
         call.  None: all of it, however long that takes.  Driver calls: one query for each stream with unsealed frees,
         and of the events in flight; none that can block.

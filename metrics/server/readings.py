@@ -19,7 +19,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as _openmet
 
 from allocator import CachingAllocator
 from allocator.errors import AllocatorError
-from allocator.metrics.collector import AllocatorCollector
+from allocator.metrics.collector import AT_ONCE, AllocatorCollector
 from allocator.metrics.server.sources import Pools
 
 TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -177,6 +177,6 @@ class Health:
 
 def _lost(pool: CachingAllocator) -> bool:
     try:
-        return bool(pool.stats().device_lost)
+        return bool(pool.stats(most=AT_ONCE).device_lost)  # asks the streams, so a loss is noticed here
     except AllocatorError:
         return False  # closed meanwhile; a driver's error that is not final counts in the metrics

@@ -199,7 +199,7 @@ class Broken(CachingAllocator):
 
     broken = True
 
-    def stats(self, *, per_stream: bool = False) -> Stats:
+    def stats(self, *, per_stream: bool = False, most: int | None = None) -> Stats:
         if self.broken:
             raise RuntimeError("no figures today")
         return super().stats(per_stream=per_stream)
