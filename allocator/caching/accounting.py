@@ -342,8 +342,12 @@ class Accounts:
         return result
 
     def check(self, live: Iterable[Block]) -> None:
-        """Raise AssertionError unless the counters equal what is there.  O(live)."""
-        blocks = list(live)
+        """Raise AssertionError unless the counters equal what is there.  O(live).
+
+        What another thread is working on at this moment is neither live nor lost.
+        """
+        transit = self._shelves.transit
+        blocks = [block for block in live if block not in transit]
         assert self.allocated == sum(b.size for b in blocks), (self.allocated, sum(b.size for b in blocks))
         assert self.requested == sum(b.requested for b in blocks)
         by_owner = Counter[Owner | None]()
@@ -356,5 +360,6 @@ class Accounts:
         assert all(0 < b.requested <= b.size and b.size == round_up(b.requested) for b in blocks)
         held = sum(b.size for b in self._shelves.retired())
         held += sum(len(b) * b.size for bins in self._shelves.bins for sizes in bins.values() for b in sizes.values())
+        held += sum(b.size for b in transit)
         assert self.allocated + held + self._shelves.idle_bytes() == self._heap.reserved, "bytes lost"
         assert len(KINDS) == len(self._shelves.idle)

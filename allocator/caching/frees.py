@@ -20,7 +20,7 @@ from allocator.caching.shelves import Shelves
 from allocator.config import Config
 from allocator.events import VectorClock
 from allocator.streams import CONTEXT, Registry, Timeline
-from allocator.sync import FreeQueue
+from allocator.sync import FreeQueue, shield
 
 
 class Anyone:
@@ -62,8 +62,12 @@ class Frees:
             if block.generation == generation:
                 bin_ = block.bin
                 if bin_ is None or named is not None or (owner := bin_.owner).ended:
-                    self._retire(block, named)
-                else:
+                    if shield.depth:
+                        self._retire(block, named)
+                    else:  # the hot path: many steps, which Ctrl-C must not part
+                        with shield:
+                            self._retire(block, named)
+                else:  # without a call between the first change and the block's being put down
                     block.stamp = owner.here if not bin_.assumed else self._registry.stamp(owner, True)  # type: ignore[arg-type]  # owners are timelines
                     block.generation = generation + 1
                     accounts.frees += 1

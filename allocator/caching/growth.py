@@ -143,6 +143,7 @@ class Growth:
             if block is not None and block.shelf is not None:
                 block.shelf.remove(block)
                 block.generation += 1
+                shelves.transit.add(block)
         self._accounts.mark()
         return plan.ptr, plan.nbytes, (plan.left, plan.right)
 
@@ -159,6 +160,7 @@ class Growth:
         accounts = self._accounts
         accounts.mark()
         left, right = parts
+        self._shelves.transit.difference_update(parts)
         if segment is None:
             self._unreleased += stuck
             if self._spaces is not None and not any(piece.ptr == ptr for piece in stuck):
@@ -178,6 +180,7 @@ class Growth:
         accounts.growth_bytes += nbytes
         accounts.driver_seconds["cuMemCreate" if self._heap.joined else "cuMemAlloc"] += seconds
         accounts.growth_times.add(seconds)
+        self._shelves.transit.add(block)  # until the caller hands it out
         accounts.mark()
         return block
 

@@ -169,6 +169,7 @@ class Ladder:
         if block is None:
             return None
         with self._lock:
+            self._shelves.transit.discard(block)
             self._accounts.mark()
             reuse = self._shelves.reuse_kind(block, request.line)
             self._hand_out(self._shelves.carve(block, request.size), request, reuse)
@@ -209,6 +210,7 @@ class Ladder:
                 if block is None:
                     return None
                 tried.add(block)
+                self._shelves.transit.add(block)
                 self._accounts.mark()
                 if block.shelf is not None:
                     block.shelf.remove(block)
@@ -216,6 +218,7 @@ class Ladder:
                 self._accounts.mark()
             ready = self._make_wait(request, block.stamp, block.owner is request.line, may_seal=may_seal, legacy=legacy)
             with self._lock:
+                self._shelves.transit.discard(block)
                 self._accounts.mark()
                 exempt = block.owner is request.line
                 if ready and self._registry.known(block.stamp, request.line, exempt=exempt):

@@ -52,7 +52,7 @@ from allocator.streams import (
     destroy_orphans,
     target,
 )
-from allocator.sync import inner_of, make_lock
+from allocator.sync import inner_of, make_lock, shield, shielded
 
 _log = logging.getLogger("allocator")
 _numbers = itertools.count()
@@ -178,9 +178,13 @@ class CachingAllocator:
         block = self.acquire(nbytes, line, assumed)
         if block is None:
             return self._allocate_slowly(nbytes, stream, assumed)
-        allocation = Allocation(self, block, nbytes, stream)
-        if self.announce is not None:
-            self.announce(block.ptr, block.size, allocation)
+        try:
+            allocation = Allocation(self, block, nbytes, stream)
+            if self.announce is not None:
+                self.announce(block.ptr, block.size, allocation)
+        except BaseException:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
+            self.frees.append((block, block.generation, None))
+            raise
         return allocation
 
     def acquire(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
@@ -193,22 +197,30 @@ class CachingAllocator:
             return None
         size = (nbytes + 511) & -512
         block: Block | None = None
-        with self._section:
-            due = bool(self.frees) and self._drain()
-            sizes = None if due else self._bins[assumed].get(line)  # of this device only: a foreign line finds nothing
-            if sizes is not None:
-                bin_ = sizes.get(size)
-                if bin_:
-                    block = bin_.pop()
-                    bin_.hits += 1
-                    block.requested = nbytes
-                    accounts = self._accounts
-                    accounts.requested_sum += nbytes
-                    accounts.allocated = allocated = accounts.allocated + size
-                    if allocated > accounts.high:
-                        accounts.high = allocated
+        try:
+            with self._section:
+                due = bool(self.frees) and self._drain()
+                sizes = None if due else self._bins[assumed].get(line)  # a line of another device finds nothing
+                if sizes is not None:
+                    bin_ = sizes.get(size)
+                    if bin_:
+                        # Without a call from here to the end of the section, so that Ctrl-C comes before or after it.
+                        block = bin_[-1]
+                        del bin_[-1]
+                        bin_.hits += 1
+                        block.requested = nbytes
+                        accounts = self._accounts
+                        accounts.requested_sum += nbytes
+                        accounts.allocated = allocated = accounts.allocated + size
+                        if allocated > accounts.high:
+                            accounts.high = allocated
+        except BaseException:
+            if block is not None:
+                self.frees.append((block, block.generation, None))
+            raise
         if due:  # before a block is taken: whatever fails here loses none
-            self._settling.seal()
+            with shield:
+                self._settling.seal()
         return block
 
     def obtain(self, nbytes: int, line: Timeline, given: int | None, assumed: bool) -> Block:
@@ -216,6 +228,17 @@ class CachingAllocator:
 
         given: a handle of the stream that is alive for the length of the call.  Raises what `allocate` raises.
         """
+        block: Block | None = None
+        try:
+            with shield:
+                block = self._obtain(nbytes, line, given, assumed)
+        except BaseException:  # Ctrl-C, which was put off until there was a block that nobody holds yet
+            if block is not None:
+                self.frees.append((block, block.generation, None))
+            raise
+        return block
+
+    def _obtain(self, nbytes: int, line: Timeline, given: int | None, assumed: bool) -> Block:
         if self._careful:
             inside = self._look_out(line, given)
             if inside is not line:
@@ -257,11 +280,15 @@ class CachingAllocator:
         if nbytes == 0:
             return Allocation(_NOWHERE, _EMPTY, 0, face)
         block = self.obtain(nbytes, line, given, assumed)
-        allocation = Allocation(self, block, nbytes, face)
-        if face.fast is None:
-            allocation.kept = line.keeper  # a foreign object: while this lives, the stream has not ended (R9)
-        if self.announce is not None:
-            self.announce(block.ptr, block.size, allocation)
+        try:
+            allocation = Allocation(self, block, nbytes, face)
+            if face.fast is None:
+                allocation.kept = line.keeper  # a foreign object: while this lives, the stream has not ended (R9)
+            if self.announce is not None:
+                self.announce(block.ptr, block.size, allocation)
+        except BaseException:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
+            self.frees.append((block, block.generation, None))
+            raise
         return allocation
 
     def _resolve(self, stream: object) -> tuple[Stream, Timeline, int | None]:
@@ -360,6 +387,7 @@ class CachingAllocator:
 
     # -- the other calls of an allocation --------------------------------------------------------
 
+    @shielded
     def declare_use(self, allocation: Holder, stream: object) -> None:
         """`Allocation.record_stream`: one more user for the stamp (R3)."""
         self._registry.check_forked()
@@ -405,6 +433,7 @@ class CachingAllocator:
         if handle is not None or self._careful or len(self.frees) >= 64:
             self._after_free(line, handle)
 
+    @shielded
     def _after_free(self, line: Timeline | None, handle: int | None) -> None:
         """The free was given a handle that nobody keeps alive: stamp now and seal inside this call (R9).
 
@@ -433,23 +462,27 @@ class CachingAllocator:
         elif self._growth.limit and self._growth.held > self._growth.limit:
             self._shrink()
 
+    @shielded
     def drain_frees(self) -> None:
         """Stamp the frees queued so far.  No driver call."""
         self._registry.check_forked()
         with self._lock:
             self._frees.drain()
 
+    @shielded
     def capture_begins(self, capture: Capture) -> None:
         """A hook reports a capture: it may use whatever is live (R10)."""
         self._careful = True  # before the bins are emptied: later hits must see it
         self._capturing.begins(capture)
 
+    @shielded
     def capture_ends(self, capture: Capture) -> None:
         """A hook reports that the capture has ended (R10)."""
         self._capturing.ends(capture)
 
     # -- reading --------------------------------------------------------------------------------
 
+    @shielded
     def stats(self, *, per_stream: bool = False, most: int | None = None) -> Stats:
         """The pool's statistics, consistent in themselves.
 
@@ -510,6 +543,7 @@ class CachingAllocator:
         return self._accounts.served["new_memory"]
 
     @property
+    @shielded
     def free_blocks(self) -> int:
         """Blocks that nobody holds, in flight or idle.  O(blocks in flight); no driver call."""
         self._registry.check_forked()
@@ -527,6 +561,7 @@ class CachingAllocator:
         """Bytes freed and not known to be finished at this moment; `stats()` finds out more.  No driver call."""
         return self._accounts.in_flight()
 
+    @shielded
     def snapshot(self) -> dict[str, Any]:
         """Every segment and block, in the shape that PyTorch's memory viewer reads.  O(blocks)."""
         self._registry.check_forked()
@@ -538,6 +573,7 @@ class CachingAllocator:
             self._accounts.mark()
             return snapshot(self._heap, self.device.ordinal)
 
+    @shielded
     def reset_peaks(self) -> None:
         """Let the peaks start again from the present values."""
         self._registry.check_forked()
@@ -555,6 +591,7 @@ class CachingAllocator:
         """Bytes of them that are put away until the pool goes; part of the bytes in flight."""
         return 0 if self._canary is None else self._canary.damaged_bytes
 
+    @shielded
     def check(self) -> None:
         """Walk everything and raise AssertionError, with a dump, if anything is out of place.  O(blocks).
 
@@ -584,6 +621,7 @@ class CachingAllocator:
 
     # -- giving memory back ----------------------------------------------------------------------
 
+    @shielded
     def trim(self, keep: int = 0) -> int:
         """Give idle memory back to the driver until no more than `keep` bytes are reserved; returns the bytes given.
 
@@ -607,6 +645,7 @@ class CachingAllocator:
             return 0
         return self._growth.release(reason, most)
 
+    @shielded
     def set_limit(self, nbytes: int) -> None:
         """Bytes that reserved memory never grows past; 0 = none.
 
@@ -624,6 +663,7 @@ class CachingAllocator:
         if self._give_back("limit", self._growth.limit) == 0 and self._growth.held > self._growth.limit:
             self._careful = True
 
+    @shielded
     def settle(self) -> None:
         """Wait on the host until nothing known is in flight; then everything that was freed is idle.
 
@@ -634,6 +674,7 @@ class CachingAllocator:
         if self._canary is not None:
             self._canary.tend()
 
+    @shielded
     def abandon(self, stream: object) -> None:
         """Declare the work of a poisoned stream over (R11); ValueError if it is not poisoned.
 
@@ -660,6 +701,7 @@ class CachingAllocator:
         """True once the pool has been closed."""
         return self._closed
 
+    @shielded
     def close(self) -> None:
         """No new allocations.  Live ones stay valid; the memory goes back to the driver with the last of them.
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from allocator.sync import shielded
+
 MOST_SKIPPED = 64
 """Allocations off the hot path that pass between two looks at a pool which could not go yet."""
 
@@ -42,6 +44,7 @@ def leave(pool: Leaving) -> None:
     _leaving.append(_Look(pool))
 
 
+@shielded
 def reap(*, patiently: bool = False) -> None:
     """Serve the pools that have gone.  Driver calls: queries, and those that give memory back.
 

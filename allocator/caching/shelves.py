@@ -53,6 +53,8 @@ class Shelves:
         self._slack = (0, config.fit_slack)  # SMALL, LARGE
         self._any_kind = config.reuse >= set(REUSE_KINDS)
         self._reuse = config.reuse
+        self.transit: set[Block] = set()
+        """Free blocks that a thread has taken off to work on outside the lock: on no shelf, and not lost."""
         self.stamped: set[int] = set()
         """Streams named by frees that passed the bins by; a stream is taken out when it is sealed."""
         self.crossing = False

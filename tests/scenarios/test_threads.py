@@ -751,3 +751,29 @@ def test_s16_a_free_whose_stream_raises_is_kept_and_raises_nothing(gpu: SimDevic
     x = pool.allocate(MIB, stream=s)
     x.close(Broken())
     assert pool.allocate(MIB, stream=s).size == MIB
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuStreamWaitEvent", "cuEventRecord"])
+def test_s15_a_check_by_another_thread_knows_what_is_on_its_way(lab: Lab, gpu: SimDevice, call: str) -> None:
+    """A block that a thread has taken off its shelf, and works on outside the lock, is neither live nor lost."""
+    pool = lab.pool(gpu, limit=12 * MIB)
+    a, b = Stream(gpu), Stream(gpu)
+    checked: list[str] = []
+
+    def look(name: str) -> None:
+        if name == call and threading.current_thread() is threading.main_thread():
+            in_thread(pool.check)
+            checked.append(name)
+
+    gpu.hold(a)
+    for block in [pool.allocate(nbytes, stream=a) for nbytes in (2 * MIB, 4 * MIB, 2 * MIB)]:
+        write(gpu, a, block)
+        block.close()
+    gpu.before_call = look
+    held = [pool.allocate(4 * MIB, stream=b) for _ in range(2)]  # new memory; then b is made to wait for a
+    gpu.before_call = None
+    assert checked
+    for block in held:
+        write(gpu, b, block)
+    gpu.resume(a)
+    gpu.run_until_idle()

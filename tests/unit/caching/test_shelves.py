@@ -43,7 +43,7 @@ def test_what_several_use_lies_on_the_shared_shelf_until_all_have_finished(
     a.synchronize()
     pool.stats()
     assert block.shelf is not shelves.idle[LARGE]
-    assert shelves.takeable(block, b.line) and not shelves.takeable(block, a.line)  # B alone uses it now
+    assert shelves.takeable(block, b.line, False) and not shelves.takeable(block, a.line, False)  # B alone uses it now
     gpu.resume(b)
     gpu.run_until_idle()
     b.synchronize()
