@@ -170,7 +170,7 @@ class Hammer:
         outcome.take(one)
         if one.violation is not None:
             outcome.violation, outcome.worker = one.violation, one.worker
-            outcome.failed_round, outcome.order = number, list(one.order)
+            outcome.failed_round, outcome.order = number, one.order
 
     def finish(self) -> None:
         """The final check: statistics are read, and the pool closed.  Once, however often it is called."""

@@ -84,8 +84,8 @@ class Arena:
         self.mailboxes: list[deque[_Held]] = [deque() for _ in range(setting.workers)]
         self.live: dict[int, str] = {}
         """Address -> who holds it.  Entered after an allocation and left before the free, each in one atomic step."""
-        self.order: list[int] = []
-        """Which worker began an operation, in order."""
+        self.order: list[int] | deque[int] = []
+        """Which worker began an operation, in order; whoever needs no order puts a deque that keeps nothing here."""
 
     def close(self) -> None:
         """End the shared streams.  What is in the mailboxes is freed."""

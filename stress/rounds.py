@@ -54,12 +54,12 @@ class Round:
     @property
     def done(self) -> int:
         """Operations begun so far."""
-        return len(self.arena.order)
+        return sum(player.operations for player in self.players)
 
     @property
-    def order(self) -> list[int]:
+    def order(self) -> Sequence[int]:
         """Which worker began an operation, in order."""
-        return self.arena.order
+        return tuple(self.arena.order)
 
     def run(
         self,
