@@ -82,7 +82,10 @@ class Allocation:
         self.close()
 
     def __del__(self) -> None:
-        generation = self._generation
+        try:
+            generation = self._generation
+        except AttributeError:  # Ctrl-C before there was any memory in it
+            return
         if generation >= 0:
             self._home.frees.append((self._block, generation, None))
 

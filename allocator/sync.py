@@ -5,15 +5,23 @@ held while foreign code runs: callbacks, log handlers, blocking driver calls (S1
 
 `FreeQueue` is a deque: appending is one atomic step that takes no lock, so it may happen anywhere, also
 in a finaliser that the garbage collector runs inside our own locked section (DESIGN 5).
+
+Ctrl-C raises `KeyboardInterrupt` between any two steps of the main thread.  On the hot path nothing is lost by that,
+step for step; everywhere else `shield` puts it off to the end of the call.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from threading import get_ident
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from allocator.errors import Reentered
 
@@ -86,6 +94,99 @@ def inner_of(lock: LockLike) -> tuple[AbstractContextManager[bool], Callable[[],
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+_SIGINT = int(signal.SIGINT)
+try:  # the functions themselves: what makes their answers readable for people costs twenty times as much
+    from _signal import getsignal as _get_handler, signal as _set_handler  # type: ignore[import-not-found]  # fmt: skip  # isort: skip  # no stubs
+except ImportError:  # another interpreter than CPython
+    _get_handler, _set_handler = signal.getsignal, signal.signal
+
+
+class Shield:
+    """`with shield:` puts Ctrl-C off to the end of the outermost section: it is raised there, when all is in order.
+
+    For the main thread, which alone runs signal handlers; for others it is nothing.  Whatever SIGINT does is put off,
+    an own handler too.  Not for long: driver calls do not answer to Ctrl-C anyway, and our waits are bounded, but for
+    those that wait for the program's own work, which end with it.  Foreign code is called inside `lifted()`.
+    """
+
+    __slots__ = ("_before", "_main", "_pending", "depth")
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self.depth = 0
+        """Sections that the main thread is inside of."""
+        self._pending = False
+        self._main = threading.main_thread().ident
+
+    def __enter__(self) -> None:
+        if get_ident() != self._main:
+            return
+        if not self.depth:
+            before = _get_handler(_SIGINT)
+            if callable(before):
+                self._before = before
+                _set_handler(_SIGINT, self._put_off)
+            else:
+                self._before = None  # ignored, or the end of the process: nothing is raised
+        self.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if get_ident() != self._main:
+            return
+        self.depth -= 1
+        if self.depth:
+            return
+        before, self._before = self._before, None
+        if before is not None:
+            pending, self._pending = self._pending, False
+            _set_handler(_SIGINT, before)
+            if pending:
+                before(_SIGINT, None)
+
+    def _put_off(self, number: int, frame: FrameType | None) -> None:
+        self._pending = True
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside a section, around foreign code: Ctrl-C is what it was, and what was put off comes first."""
+        if get_ident() != self._main or not self.depth:
+            yield
+            return
+        depth, self.depth = self.depth, 1
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+            self.depth = depth
+
+    def forked(self) -> None:
+        """In a child: the thread that forked is the main one now, and no section of another thread's is open."""
+        if self._main != get_ident():
+            self._main, self.depth, self._pending = get_ident(), 0, False
+
+
+shield = Shield()
+
+
+def shielded(call: Callable[P, R]) -> Callable[P, R]:
+    """The same inside `shield`: for what many steps change together."""
+
+    @wraps(call)
+    def inside(*args: P.args, **options: P.kwargs) -> R:
+        with shield:
+            return call(*args, **options)
+
+    return inside
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=shield.forked)
+
 FreeQueue = deque
 
 _lock_factory: Callable[[str], LockLike] | None = None

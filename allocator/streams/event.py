@@ -18,6 +18,7 @@ from allocator.events import EMPTY, SyncPoint, VectorClock
 from allocator.streams.registry import Registry
 from allocator.streams.stream import Stream, target
 from allocator.streams.timeline import Timeline
+from allocator.sync import shielded
 
 
 class _Record:
@@ -42,6 +43,7 @@ class Event:
 
     __slots__ = ("__weakref__", "_device", "_event", "_record", "_recording", "_records", "_registry", "timing")
 
+    @shielded
     def __init__(self, device: Device, timing: bool = False) -> None:
         self._event = 0
         self._device = device
@@ -59,6 +61,7 @@ class Event:
         """The driver's handle, for other libraries to wait for.  Record it through this object only (R5)."""
         return self._event
 
+    @shielded
     def record(self, stream: object = None) -> None:
         """Record behind all work that `stream` (None: the current one) has been given.
 
@@ -92,6 +95,7 @@ class Event:
                 if alone and mine == self._records:  # else two threads recorded at once: nobody knows which is last
                     self._record = record
 
+    @shielded
     def wait(self, stream: object = None) -> None:
         """Later work of `stream` (None: the current one) starts after the last record.
 
@@ -115,6 +119,7 @@ class Event:
             if self._record is before:
                 line.learn(before.clock)
 
+    @shielded
     def query(self) -> bool:
         """True if the work before the last record is over, or there was none.  `cuEventQuery`."""
         self._registry.check_usable()
@@ -125,6 +130,7 @@ class Event:
         self._over(before)
         return True
 
+    @shielded
     def synchronize(self) -> None:
         """Wait on the host for the work before the last record.  `cuEventSynchronize`."""
         self._registry.check_usable()

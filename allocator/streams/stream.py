@@ -20,6 +20,7 @@ from allocator.streams.identity import OwnedHandle, handle_of
 from allocator.streams.registry import Registry
 from allocator.streams.sealing import Sealing
 from allocator.streams.timeline import Kind, Timeline
+from allocator.sync import shielded
 
 if TYPE_CHECKING:
     from allocator.streams.event import Event
@@ -35,6 +36,7 @@ class Stream:
 
     __slots__ = ("__weakref__", "_device", "_owned", "bare", "fast", "owner", "registry", "timeline")
 
+    @shielded
     def __init__(self, device: Device, non_blocking: bool = True, priority: int = 0, name: str | None = None) -> None:
         self._owned: OwnedHandle | None = None
         self.owner: object = None
@@ -121,6 +123,7 @@ class Stream:
         return self.registry.per_thread() if line is None else line
 
     @property
+    @shielded
     def handle(self) -> int:
         """The driver's handle: 1 legacy, 2 per-thread.  StreamClosed once there is none."""
         if self.timeline is None:
@@ -175,18 +178,21 @@ class Stream:
         event = theirs.record_event()
         event.wait(self)
 
+    @shielded
     def synchronize(self) -> None:
         """Wait on the host for all work of the stream."""
         self.registry.check_usable()
         self.registry.before_mark()
         Sealing(self.registry).synchronize(self._require(), self.bare)
 
+    @shielded
     def query(self) -> bool:
         """True if the stream is idle."""
         self.registry.check_usable()
         self.registry.before_mark()
         return Sealing(self.registry).query(self._require(), self.bare)
 
+    @shielded
     def close(self) -> None:
         """End the stream: no more work; queued work still runs.  Twice is harmless; the special streams never end."""
         if self.timeline is not None and self.timeline.kind is not Kind.LEGACY and not self.timeline.ended:
@@ -254,8 +260,9 @@ def stream(s: object) -> Iterator[Stream]:
     stack: list[Stream] | None = getattr(s.registry.local, "stack", None)
     if stack is None:
         stack = s.registry.local.stack = []
-    stack.append(s)
+    depth = len(stack)
     try:
+        stack.append(s)
         yield s
     finally:
-        stack.pop()
+        del stack[depth:]
