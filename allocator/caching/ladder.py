@@ -33,7 +33,7 @@ from allocator.config import Config
 from allocator.devices import Device
 from allocator.events import VectorClock
 from allocator.streams import CONTEXT, Kind, Registry, Sealed, Sealing, Timeline
-from allocator.sync import LockLike
+from allocator.sync import LockLike, shield
 
 
 class Request:
@@ -367,7 +367,9 @@ class Ladder:
         if not self._config.collect_on_demand:
             return None
         for callback in list(self.callbacks):
-            if callback(request.size):
+            with shield.lifted():  # it may take its time, and Ctrl-C is the program's
+                again = callback(request.size)
+            if again:
                 block = self._retry(request, "callback")
                 if block is not None:
                     return block

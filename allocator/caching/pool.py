@@ -199,7 +199,7 @@ class CachingAllocator:
         block: Block | None = None
         try:
             with self._section:
-                due = bool(self.frees) and self._drain()
+                due = self._drain() if self.frees else False
                 sizes = None if due else self._bins[assumed].get(line)  # a line of another device finds nothing
                 if sizes is not None:
                     bin_ = sizes.get(size)
