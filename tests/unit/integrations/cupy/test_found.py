@@ -112,7 +112,7 @@ def test_s16_a_finaliser_that_runs_in_our_own_locked_section_finishes(
     before = gc.get_threshold()
     gc.set_threshold(7, 2, 2)
     try:
-        for i in range(1500):
+        for i in range(450):
             if i % 3 == 0:
                 Worker()
             with streams[i % 2] as stream:
@@ -120,7 +120,7 @@ def test_s16_a_finaliser_that_runs_in_our_own_locked_section_finishes(
     finally:
         gc.set_threshold(*before)
     gc.collect()
-    assert len(done) == 500
+    assert len(done) == 150
     assert pool.allocated_bytes == 0
 
 

@@ -226,10 +226,10 @@ def test_s27_a_collection_anywhere_in_the_pool_may_finalise_arrays(
         del cycle
         gc.collect()
 
-    waiting = [array(4096) for _ in range(50)]
+    waiting = [array(4096) for _ in range(25)]
     gpu.before_call = collect
     try:
-        for i in range(30):
+        for i in range(12):
             with library.Stream(non_blocking=bool(i % 2)) as stream:
                 x = array(MIB + 512 * i)
                 stream.kernel(writes=(x,))
