@@ -15,6 +15,7 @@ whoever looks at this package must not suffer that.  Next: users.py, load.py, na
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,14 @@ if "locust" in sys.modules:
     assert _spec is not None and _spec.loader is not None
     _native = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_native)
+    # `--processes` forks, and what makes its locks anew in the child must find the original ones there as well: what is
+    # registered first runs first, and what is registered last, last.
+    os.register_at_fork(after_in_child=_native.swap_in)
     with _native.native_threads():
         from allocator.stress import users
         from allocator.stress.shapes import SHAPES
         from allocator.stress.workloads import WORKLOADS
+    os.register_at_fork(after_in_child=_native.swap_out)
 
     coordinator = users.make_coordinator(gevent.sleep, gevent.spawn)
     coordinator.install(locust.events)

@@ -26,6 +26,8 @@ _REPLACED: Final = {
     "time": ("sleep",),
 }  # fmt: skip
 
+_before: list[tuple[Any, str, object]] = []
+
 
 def replaced() -> bool:
     """Has gevent replaced the threading module?"""
@@ -33,25 +35,34 @@ def replaced() -> bool:
     return monkey is not None and bool(monkey.is_module_patched("threading"))
 
 
-@contextmanager
-def native_threads() -> Iterator[None]:
-    """The originals are back inside a `with`.  No greenlet may switch within it."""
+def swap_in() -> None:
+    """Put the originals in place, until `swap_out`.  Nothing happens where nothing was replaced."""
     if not replaced():
-        yield
         return
     monkey: Any = sys.modules["gevent.monkey"]
-    before: list[tuple[Any, str, object]] = []
     for name, items in _REPLACED.items():
         module = sys.modules.get(name)
         for item in items:
             if module is not None and hasattr(module, item):
-                before.append((module, item, getattr(module, item)))
+                _before.append((module, item, getattr(module, item)))
                 setattr(module, item, monkey.get_original(name, item))
+
+
+def swap_out() -> None:
+    """Put back what `swap_in` found."""
+    while _before:
+        module, item, value = _before.pop()
+        setattr(module, item, value)
+
+
+@contextmanager
+def native_threads() -> Iterator[None]:
+    """The originals are back inside a `with`.  No greenlet may switch within it."""
+    swap_in()
     try:
         yield
     finally:
-        for module, item, value in before:
-            setattr(module, item, value)
+        swap_out()
 
 
 def native_lock() -> Any:
