@@ -9,6 +9,8 @@
 
 A record that we never saw cannot mislead us: what is believed is our own event alone.  `Device.synchronize`, and
 whoever calls the runtime from C, cannot be seen.
+Longer than other modules: every wrapper is a few lines around the same question, which stream is that, and the order of
+those lines is the rule.
 Next: installation.py.  Arguments: docs/ordering.md, R3, R5 and R10.
 """
 
