@@ -163,23 +163,27 @@ class Hook:
         if line is None or type(nbytes) is not int or nbytes <= 0:
             return MemoryPointer(self._take_slowly(nbytes, stream, route), 0)
         pool = route.pool
+        block: Block | None = None
         try:
             block = pool.acquire(nbytes, line, True)
-        except Reentered:
-            block = None
-        if block is None:
-            return MemoryPointer(self._take_slowly(nbytes, stream, route), 0)
-        memory = Memory()
-        memory._home = pool
-        memory._block = block
-        memory._generation = block.generation  # from here on its end gives the block back
-        memory.ptr = block.ptr
-        memory.size = block.size
-        memory.device_id = pool.device.ordinal
-        memory.kept = line.owner if line.keep else None
-        if pool.announce is not None:
-            pool.announce(block.ptr, block.size, memory)
-        return MemoryPointer(memory, 0)
+            if block is not None:
+                memory = Memory()
+                memory._home = pool
+                memory._block = block
+                memory._generation = block.generation  # from here on its end gives the block back
+                memory.ptr = block.ptr
+                memory.size = block.size
+                memory.device_id = pool.device.ordinal
+                memory.kept = line.owner if line.keep else None
+                if pool.announce is not None:
+                    pool.announce(block.ptr, block.size, memory)
+                return MemoryPointer(memory, 0)
+        except BaseException as error:
+            if block is not None:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
+                pool.frees.append((block, block.generation, None))
+            if not isinstance(error, Reentered):
+                raise
+        return MemoryPointer(self._take_slowly(nbytes, stream, route), 0)
 
     def _take_slowly(self, nbytes: int, stream: object, route: Route) -> Any:
         """Everything but a hit.  Nothing that fails here leaves memory behind, nor a reference in its error (S07).
@@ -204,19 +208,24 @@ class Hook:
         self.before_any()
         line, given = target(pool.device, stream)
         failure: tuple[int, int, int, str] | None = None
+        block: Block | None = None
         try:
             block = pool.obtain(nbytes, line, given, True)
+            memory._block = block
+            memory._generation = block.generation
+            memory.ptr = block.ptr
+            memory.size = block.size
+            memory.kept = line.owner if line.keep else None
+            if pool.announce is not None:
+                pool.announce(block.ptr, block.size, memory)
         except OutOfMemoryError as error:
             failure = (round_up(nbytes), error.stats["reserved"], error.limit, str(error))
+        except BaseException:
+            if block is not None:
+                pool.frees.append((block, block.generation, None))
+            raise
         if failure is not None:
             raise _out_of_memory(*failure)
-        memory._block = block
-        memory._generation = block.generation
-        memory.ptr = block.ptr
-        memory.size = block.size
-        memory.kept = line.owner if line.keep else None
-        if pool.announce is not None:
-            pool.announce(block.ptr, block.size, memory)
         return memory
 
     def _malloc_watched(self, nbytes: int) -> Any:

@@ -399,3 +399,50 @@ def test_a_memory_hook_that_is_entered_is_noticed(
     with Listener():
         array(700)
     assert heard == [700]
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["hit", "new memory"])
+def test_ctrl_c_at_any_line_of_an_allocation_loses_nothing(
+    pool: CachingAllocator, library: FakeCupy, fresh: bool
+) -> None:
+    """An exception is raised at every line of the hook in turn, as a signal handler would."""
+    import sys
+
+    from allocator.integrations.cupy import memory as module
+
+    stream, at = library.Stream(), 0
+
+    class Stop(BaseException):
+        pass
+
+    with stream:
+        array(4096)
+        while True:
+            at += 1
+            lines = 0
+
+            def trace(frame: Any, event: str, arg: Any, at: int = at) -> Any:
+                nonlocal lines
+                if frame.f_code.co_filename != module.__file__:
+                    return None
+                if event == "line":
+                    lines += 1
+                    if lines == at:
+                        raise Stop
+                return trace
+
+            sys.settrace(trace)
+            try:
+                a = array(4096 * (1 + at) if fresh else 4096)
+            except Stop:
+                a = None
+            finally:
+                sys.settrace(None)
+            done = lines < at
+            del a
+            gc.collect()
+            assert pool.allocated_bytes == 0, f"line {at}"
+            pool.check()
+            if done:
+                break
+    assert at > 10
