@@ -157,8 +157,8 @@ class Shield:
             yield
             return
         depth, self.depth = self.depth, 1
-        self.__exit__(None, None, None)
         try:
+            self.__exit__(None, None, None)
             yield
         finally:
             self.__enter__()
