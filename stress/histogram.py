@@ -52,7 +52,7 @@ class Latencies:
     >>> for ns in range(1, 101):
     ...     times.add(ns * 1000)
     >>> times.count, round(times.percentile_us(50)), round(times.percentile_us(99)), times.most_us
-    (100, 50, 99, 100.0)
+    (100, 50, 100, 100.0)
     """
 
     __slots__ = ("_counts", "most", "total")

@@ -59,6 +59,7 @@ class Coordinator:
         self._answers: dict[str, Verdict] = {}
         self._partial: dict[str, Verdict] = {}
         self._alarmed = False
+        self._role = "local"
 
     def install(self, events: Any) -> None:
         """Listen to locust's events."""
@@ -66,7 +67,6 @@ class Coordinator:
         events.init.add_listener(self.on_init)
         events.test_start.add_listener(self.on_test_start)
         events.test_stop.add_listener(self.on_test_stop)
-        events.quitting.add_listener(self.on_quitting)
         events.quit.add_listener(self.on_quit)
         events.report_to_master.add_listener(self.on_report_to_master)
         events.worker_report.add_listener(self.on_worker_report)
@@ -75,7 +75,10 @@ class Coordinator:
 
     def on_init(self, environment: Any, runner: Any, **_: object) -> None:
         """Messages; and HTTP users only where there is somebody to ask."""
-        role = role_of(runner)
+        # Listeners are called in reverse, and the runner has one by now: a worker has to say what it found before it
+        # says that it quits, or the master would wait for it in vain.
+        environment.events.quitting.add_listener(self.on_quitting)
+        role = self._role = role_of(runner)
         if role == "master":
             runner.register_message(VERDICT, self._take_verdict)
             runner.register_message(ALARM, lambda environment, msg, **_: self.alarm(environment))
@@ -199,7 +202,9 @@ class Coordinator:
         }
 
     def on_quit(self, exit_code: int | None = None, **_: object) -> None:
-        """The report, behind locust's own."""
+        """The report, behind locust's own; a worker's is part of its master's."""
+        if self._role == "worker":
+            return
         if self.total.sessions or self.total.wrong:
             print(report(self.total), file=sys.stderr, flush=True)
 
