@@ -97,10 +97,10 @@ def test_the_time_is_up_after_one_round_at_least() -> None:
 
 
 def test_threads_change_places_more_often_only_while_a_run_lasts() -> None:
-    before, seen = sys.getswitchinterval(), [0.0]
-    seen.clear()
+    before = sys.getswitchinterval()
+    seen: list[float] = []
     hammer(a_plan("steady")).run(60, progress=lambda *_: seen.append(sys.getswitchinterval()), rounds=1)
-    assert set(seen) == {SWITCH_S} and sys.getswitchinterval() == before
+    assert seen and max(seen) == pytest.approx(SWITCH_S) and sys.getswitchinterval() == before
 
 
 def test_settings_of_the_pool_count_and_the_limit_is_the_plans() -> None:
@@ -207,7 +207,7 @@ def test_a_check_that_fails_is_shrunk_to_the_operation_that_breaks_it(monkeypatc
 
     monkeypatch.setattr(CachingAllocator, "check", odd)
     monkeypatch.setattr("allocator.stress.player.TRY_AGAIN_S", 0)
-    outcome = failing(a_plan("steady", operations=40))
+    outcome = failing(a_plan("steady", workers=1, operations=30))
     assert outcome.violation is not None and outcome.violation.kind == "check"
     recording = shrink(outcome)
     assert recording.setting.alone and "three frees are too many" in recording.wrong
