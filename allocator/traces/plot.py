@@ -52,12 +52,15 @@ class PlotFile:
                 ) from None
 
     def write(self, replays: Sequence[Replay]) -> None:
-        """Draw all replays that have a series.  Raises OSError."""
+        """Draw all replays that have a series.  Raises OSError, which names the file."""
         panels = panels_of(replays)
-        if Path(self.path).suffix.lower() == ".png":
-            _write_png(self.path, panels)
-        else:
-            Path(self.path).write_text(draw(title_of(replays), panels, LAYERS), encoding="utf-8")
+        try:
+            if Path(self.path).suffix.lower() == ".png":
+                _write_png(self.path, panels)
+            else:
+                Path(self.path).write_text(draw(title_of(replays), panels, LAYERS), encoding="utf-8")
+        except OSError as error:  # a disk that is full does not say which file
+            raise OSError(f"{self.path}: {error.strerror or error}") from error
 
 
 def title_of(replays: Sequence[Replay]) -> str:
