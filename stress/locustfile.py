@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ if "locust" in sys.modules:
         from allocator.stress.workloads import WORKLOADS
     os.register_at_fork(after_in_child=_native.swap_out)
 
+    events: Any = locust.events
     coordinator = users.make_coordinator(gevent.sleep, gevent.spawn)
-    coordinator.install(locust.events)
+    coordinator.install(events)
 
     class _PoolUser(users.PoolUser, locust.User):
         abstract = True
@@ -101,7 +103,6 @@ if "locust" in sys.modules:
         def snapshot(self) -> None:
             self.ask("/snapshot", b"segments")
 
-    @locust.events.init.add_listener
     def _prepare(environment: Any, **_: object) -> None:
         """Threads for the batches, and the shape asked for."""
         options = environment.parsed_options
@@ -109,13 +110,13 @@ if "locust" in sys.modules:
         if options.weir_shape:
             environment.shape_class = _shape(options.weir_shape, options.num_users or 8, options.weir_length)
 
+    events.init.add_listener(_prepare)
+
     def _shape(name: str, most: int, seconds: int) -> Any:
         class Shape(locust.LoadTestShape):
             use_common_options = True
 
             def tick(self) -> tuple[int, float] | None:
-                return SHAPES[name](self.get_run_time(), most, seconds)
+                return SHAPES[name](time.perf_counter() - self.start_time, most, seconds)
 
-        shape = Shape()
-        shape.runner = None
-        return shape
+        return Shape()  # type: ignore[no-untyped-call]  # locust's own constructor says nothing of types

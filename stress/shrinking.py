@@ -2,8 +2,9 @@
 
 Rule: *a shorter program keeps the contract*.  One thread plays the round's operations in the order in which they
 began.  If that fails too, everything behind the failure goes, then whole workers, the stories of single blocks, and
-single operations, as long as what is left is a right program (contract.py) and still fails with the same kind.  If it
-does not fail, real threads are part of the cause: the recording then holds the round as it is, and says so.
+single operations, as long as what is left is a right program (contract.py) and still fails with the same kind.  If
+neither this order fails nor a few others that threads might have taken, real threads are part of the cause: the
+recording then holds the round as it is, and says so.
 
 Only on the simulator, where a program runs the same way each time.  Next: report.py.
 """
@@ -11,8 +12,9 @@ Only on the simulator, where a program runs the same way each time.  Next: repor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Final
 
 from allocator import Config
@@ -25,6 +27,9 @@ from allocator.stress.targets import Target, open_target
 
 PATIENCE_S: Final = 30.0
 """Seconds that shrinking may take."""
+
+ORDERS: Final = 8
+"""Other orders of the operations that are tried where the one seen does not fail again."""
 
 MakeTarget = Callable[[Setting], Target]
 
@@ -92,8 +97,14 @@ def shrink(
     deadline = time.monotonic() + patience_s
     check_each = violation.kind == "check"
     alone = replace(whole, setting=replace(setting, alone=True))
-    done, again = play(alone, make, config, check_each=check_each)
-    if again is None:
+    for candidate in _orders(outcome, steps):
+        done, again = play(replace(alone, steps=tuple(candidate)), make, config, check_each=check_each)
+        if again is not None:
+            steps = candidate
+            break
+        if time.monotonic() > deadline:
+            return whole
+    else:
         return whole
     kind = again.kind
     found = [again]
@@ -112,6 +123,18 @@ def shrink(
     for units in (_by_worker, _by_block, _singly):
         steps = _reduced(steps, units, fails)
     return replace(alone, steps=tuple(steps), wrong=f"{found[0].kind}: {found[0].text}")
+
+
+def _orders(outcome: Outcome, steps: list[Step]) -> Iterator[list[Step]]:
+    """The order in which the operations began; then others that real threads might have taken, the same each time."""
+    yield steps
+    if outcome.failed_round is None or outcome.plan.setting.workers == 1:
+        return
+    plan = outcome.plan
+    order = [worker for worker in range(plan.setting.workers) for _ in range(plan.operations)]
+    for attempt in range(ORDERS):
+        Random(f"{plan.setting.seed}/{attempt}").shuffle(order)
+        yield plan.steps(outcome.failed_round, order)
 
 
 Units = Callable[[Sequence[Step]], list[list[int]]]

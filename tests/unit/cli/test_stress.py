@@ -21,7 +21,7 @@ from allocator.stress import WORKLOADS, Recording, Setting, Shape, Step, read_re
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = ("--seconds", "0.2", "--threads", "2", "--seed", "1", "--operations", "60")
-CATCH = ("--threads", "2", "--streams", "4", "--limit", "64MiB", "--seed", "3", "--workload", "many-users")
+CATCH = ("--threads", "1", "--streams", "4", "--limit", "64MiB", "--seed", "3", "--workload", "many-users")
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_without_a_seed_each_run_has_another_and_says_it(weir: Any) -> None:
 
 def test_settings_from_the_environment_count(weir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIR_REUSE", "same_stream")
-    _, out, _ = weir(*QUICK, "--json", "--workload", "pipeline")
+    _, out, _ = weir(*QUICK, "--json", "--workload", "steady", "--operations", "600")
     reuse = json.loads(out)["reuse"]
     assert reuse["same_stream"] and not reuse["opportunistic"] and not reuse["event_dependency"]
 
@@ -79,7 +79,7 @@ def test_a_violation_returns_1_with_the_seed_and_a_short_program_that_can_be_pla
 ) -> None:
     status, out, err = weir(*CATCH, "--operations", "120", "--seconds", "60")
     assert status == 1 and out.rstrip().splitlines()[-1].startswith("VIOLATION in round ")
-    assert "weir stress --seed 3 --threads 2 --streams 4 --limit 67108864 --operations 120 --workload many-users" in err
+    assert "weir stress --seed 3 --threads 1 --streams 4 --limit 67108864 --operations 120 --workload many-users" in err
     recording = read_recording(tmp_path / "weir-stress-3.txt")
     for step in recording.steps:
         assert f"  {step}\n" in err

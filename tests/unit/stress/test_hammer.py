@@ -80,7 +80,12 @@ def test_rounds_have_operations_of_their_own_and_the_same_each_time() -> None:
 def test_a_run_ends_when_somebody_says_so_and_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[CachingAllocator] = []
     close = CachingAllocator.close
-    monkeypatch.setattr(CachingAllocator, "close", lambda pool: (closed.append(pool), close(pool))[1])
+
+    def counted(pool: CachingAllocator) -> None:
+        closed.append(pool)
+        close(pool)
+
+    monkeypatch.setattr(CachingAllocator, "close", counted)
     one = hammer(a_plan("steady"))
     told: list[int] = []
 

@@ -30,7 +30,7 @@ def test_users_of_all_workloads_play_batches_and_nothing_is_left() -> None:
 def test_batches_run_in_several_threads_at_once() -> None:
     session = Session(OPTIONS)
     parts = [session.join("handover") for _ in range(MAILBOXES + 2)]
-    threads = [threading.Thread(target=lambda part=part: [part.play(50) for _ in range(3)]) for part in parts]  # type: ignore[misc]  # mypy does not infer a lambda with a default
+    threads = [threading.Thread(target=lambda part=part: [part.play(50) for _ in range(3)]) for part in parts]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -42,7 +42,12 @@ def test_batches_run_in_several_threads_at_once() -> None:
 def test_the_final_check_runs_once_and_ends_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[CachingAllocator] = []
     close = CachingAllocator.close
-    monkeypatch.setattr(CachingAllocator, "close", lambda pool: (closed.append(pool), close(pool))[1])
+
+    def counted(pool: CachingAllocator) -> None:
+        closed.append(pool)
+        close(pool)
+
+    monkeypatch.setattr(CachingAllocator, "close", counted)
     session = Session(OPTIONS)
     part = session.join("steady")
     part.play(10)

@@ -24,7 +24,7 @@ from tests.unit.stress.conftest import MIB, a_round, a_setting, steps_of
 
 
 def kind(one: Round) -> str | None:
-    return one.violation and one.violation.kind
+    return None if one.violation is None else one.violation.kind
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
