@@ -123,9 +123,9 @@ def run(arguments: argparse.Namespace) -> int:
     workloads = tuple(dict.fromkeys(arguments.workload or WORKLOADS))
     plan = Plan(setting, workloads, arguments.operations)
     hammer = Hammer(open_target(arguments.device, limit), plan)
-    print(f"weir: seed {seed}", file=sys.stderr)
     progress = Progress()
     with _stopped_by_signals() as stop:
+        print(f"weir: seed {seed}", file=sys.stderr, flush=True)
         outcome = hammer.run(arguments.seconds, stop.is_set, progress)
     progress.wipe()
     print(json_line(outcome) if arguments.json else table(outcome), flush=True)
