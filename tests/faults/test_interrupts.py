@@ -18,11 +18,11 @@ import pytest
 from allocator import CachingAllocator, Config, OutOfMemoryError, SimDevice, Stream
 from allocator.allocation import Allocation
 from allocator.sizes import KIB, MIB
-from allocator.sync import OwnedLock, shield, shielded
+from allocator.sync import OwnedLock, Shield, shield, shielded
 from tests.faults.desk import LONG, OPERATIONS, SETTINGS, SHORT, Desk, Prepare
 from tests.faults.interrupts import interrupted
 
-EVERY = int(os.environ.get("FAULTS_EVERY", "71"))
+EVERY = int(os.environ.get("FAULTS_EVERY", "149"))
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +129,21 @@ def test_other_threads_touch_no_handler() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+def test_in_a_forked_child_the_thread_that_forked_is_the_main_one() -> None:
+    mine = Shield()
+    mine.forked()
+    assert mine._main == threading.get_ident()
+
+    def elsewhere() -> None:
+        mine.depth = 2  # the main thread was inside, and is not there in the child
+        mine.forked()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert not mine.depth and mine._main == thread.ident
 
 
 def test_an_error_inside_the_shield_is_the_callers() -> None:

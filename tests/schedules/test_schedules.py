@@ -39,14 +39,14 @@ def test_no_order_with_one_switch_goes_wrong(play: Play) -> None:
 
 @pytest.mark.parametrize("play", TWO, ids=lambda p: p.name)
 def test_no_random_order_of_two_threads_goes_wrong(play: Play) -> None:
-    for seed in range(16):
+    for seed in range(8):
         outcome = by_seed(play, seed)
         assert outcome.wrong is None, outcome
 
 
 @pytest.mark.parametrize("play", (*THREE, *FOUR), ids=lambda p: p.name)
 def test_no_random_order_of_more_threads_goes_wrong(play: Play) -> None:
-    for seed in range(20):
+    for seed in range(10):
         outcome = by_seed(play, seed)
         assert outcome.wrong is None, outcome
 
