@@ -13,7 +13,7 @@ from allocator.stress.operations import Op, Recording, RecordingError, Setting, 
 from allocator.stress.player import Violation
 from allocator.stress.report import Progress, json_line, table, verdict
 from allocator.stress.shrinking import play, play_threaded, shrink
-from allocator.stress.targets import open_target
+from allocator.stress.targets import Target, open_target
 from allocator.stress.workloads import WORKLOADS, Shape, Workload
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Setting",
     "Shape",
     "Step",
+    "Target",
     "Violation",
     "Workload",
     "json_line",

@@ -147,8 +147,7 @@ class Hammer:
                         break
         except Exception as error:
             outcome.violation = outcome.violation or violation_of(error)
-        finally:
-            self.finish()
+        self.finish()  # not after a KeyboardInterrupt: whoever is that impatient wants no checks
         return outcome
 
     def _round(
@@ -172,13 +171,16 @@ class Hammer:
             outcome.violation, outcome.worker = one.violation, one.worker
             outcome.failed_round, outcome.order = number, one.order
 
+    def _hangs(self) -> bool:
+        return self.outcome.violation is not None and self.outcome.violation.kind == "hang"
+
     def finish(self) -> None:
         """The final check: statistics are read, and the pool closed.  Once, however often it is called."""
         if self._over:
             return
         self._over = True
         outcome = self.outcome
-        if outcome.violation is not None and outcome.violation.kind == "hang":
+        if self._hangs():
             return  # a lock may be held for ever
         try:
             outcome.stats = self.pool.stats()

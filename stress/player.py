@@ -84,6 +84,8 @@ class Arena:
         self.mailboxes: list[deque[_Held]] = [deque() for _ in range(setting.workers)]
         self.live: dict[int, str] = {}
         """Address -> who holds it.  Entered after an allocation and left before the free, each in one atomic step."""
+        self.garbage = False
+        """Has any block been left to the garbage collector?"""
         self.order: list[int] | deque[int] = []
         """Which worker began an operation, in order; whoever needs no order puts a deque that keeps nothing here."""
 
@@ -255,6 +257,7 @@ class Player:
     def _cycle(self, op: Op) -> None:
         held = self._lost(op.a)
         if held is not None:
+            self._arena.garbage = True
             _Cycle(held.allocation, closes=op.a % 2 == 0)
 
     def _collect(self, op: Op) -> None:

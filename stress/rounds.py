@@ -21,10 +21,10 @@ from itertools import islice, pairwise
 from typing import Final
 
 from allocator import CachingAllocator
-from allocator.errors import AllocatorError
+from allocator.errors import CorruptionError
 from allocator.stress.operations import Op, Setting, Step
 from allocator.stress.player import Arena, Player, Violation, check
-from allocator.stress.targets import Target
+from allocator.stress.targets import Corrupt, Target
 
 AT_ONCE: Final = 64
 """Operations between two looks at the clock."""
@@ -162,7 +162,7 @@ class Round:
 
     def _collect(self) -> None:
         """Blocks in reference cycles go; nothing else does, and looking for nothing takes long in a large process."""
-        if any(player.counts["cycle"] for player in self.players):
+        if self.arena.garbage:
             gc.collect()
 
     def _check_empty(self) -> None:
@@ -190,9 +190,10 @@ def violation_of(error: BaseException) -> Violation:
         return error
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-    kind = "corruption" if type(error).__name__ in ("Corrupt", "CorruptionError") else "exception"
-    named = f"{type(error).__name__}: " if not isinstance(error, AllocatorError) or kind == "exception" else ""
-    return Violation(kind, f"{named}{' '.join(str(error).split())[:1000]}{where if kind == 'exception' else ''}")
+    text = " ".join(str(error).split())[:1000]
+    if isinstance(error, (Corrupt, CorruptionError)):
+        return Violation("corruption", text)
+    return Violation("exception", f"{type(error).__name__}: {text}{where}")
 
 
 def _stacks(threads: Sequence[threading.Thread]) -> str:

@@ -28,6 +28,7 @@ from allocator.stress import (
     Progress,
     Recording,
     Setting,
+    Target,
     json_line,
     open_target,
     play,
@@ -181,14 +182,9 @@ def _show(recording: Recording) -> None:
 def _replay(arguments: argparse.Namespace) -> int:
     recording = read_recording(arguments.replay)
     setting = recording.setting
-    if arguments.device is None:
 
-        def make(setting: Setting) -> Any:
-            return open_target(None, setting.limit)
-    else:
-
-        def make(setting: Setting) -> Any:
-            return open_target(arguments.device, setting.limit)
+    def make(setting: Setting) -> Target:
+        return open_target(arguments.device, setting.limit)
 
     rounds = done = 0
     violation = None

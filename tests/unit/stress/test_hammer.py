@@ -139,6 +139,25 @@ def test_a_pool_that_cannot_be_closed_or_keeps_memory_fails_at_the_very_end(monk
     assert outcome.violation is not None and outcome.violation.kind == "leak"
 
 
+def test_an_interruption_that_nobody_caught_is_not_held_up_by_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = hammer(a_plan("steady", operations=20))
+    monkeypatch.setattr(one.pool, "stats", lambda: pytest.fail("statistics were read"))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        one.run(60, progress=interrupted)
+
+
+def test_after_a_hang_nothing_is_touched_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = hammer(a_plan("steady", operations=20))
+    monkeypatch.setattr(one.pool, "close", lambda: pytest.fail("the pool was closed"))
+    one.outcome.violation = Violation("hang", "everywhere")
+    one.finish()
+    assert one.outcome.stats is None
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

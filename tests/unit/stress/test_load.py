@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -64,6 +65,20 @@ def test_a_user_who_leaves_frees_its_blocks_and_keeps_its_figures() -> None:
     session.leave(part)
     assert session.pool.allocated_bytes == 0 and part.play(10) == 0
     assert session.figures().operations == 30 == session.finish().operations
+
+
+def test_what_a_user_who_left_gave_to_the_garbage_collector_is_no_leak() -> None:
+    session = Session(OPTIONS)
+    part = session.join("garbage")
+    gc.disable()
+    try:
+        while not part.player.counts["cycle"] or part.player.counts["collect"]:
+            part.player.counts.clear()
+            part.play(20)
+        session.leave(part)
+        assert session.finish().wrong == []
+    finally:
+        gc.enable()
 
 
 def test_figures_so_far_hold_those_of_every_user() -> None:
