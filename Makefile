@@ -25,8 +25,13 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy $(CODE)
 
+# What measures coverage runs two to three times as slow, so only the tests that are to cover the code are measured.
+MEASURED := tests/conformance tests/scenarios tests/unit
+OTHERS := tests/browser tests/faults tests/fuzz tests/gpu tests/model tests/prometheus tests/schedules
+
 unit: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --cov --cov-report=term
+	$(BIN)/python -m pytest --numprocesses auto --cov --cov-report=term $(MEASURED)
+	$(BIN)/python -m pytest --numprocesses auto $(OTHERS)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -7,6 +7,7 @@ Why: docs/decisions/0001-import-names.md.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -182,3 +183,9 @@ def test_the_links_are_relative_so_that_a_clone_anywhere_works() -> None:
     for link, target in (("src/allocator", "../allocator"), ("allocator/metrics", "../metrics")):
         assert os.readlink(ROOT / link) == target
     assert os.readlink(ROOT / "allocator/stress") == "../stress"
+
+
+def test_make_runs_every_folder_of_tests() -> None:
+    named = set(re.findall(r"tests/(\w+)", (ROOT / "Makefile").read_text()))
+    folders = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    assert folders <= named, "a folder of tests that make does not run"
