@@ -469,6 +469,10 @@ class CachingAllocator:
         with self._lock:
             self._frees.drain()
 
+    def look_out(self) -> None:
+        """Something has to be looked at before the next allocation: the context is lost, say.  Lock-free."""
+        self._careful = True
+
     @shielded
     def capture_begins(self, capture: Capture) -> None:
         """A hook reports a capture: it may use whatever is live (R10)."""

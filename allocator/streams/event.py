@@ -49,7 +49,7 @@ class Event:
         self._device = device
         self._registry = Registry.of(device)
         self._registry.check_usable()
-        with device.scope():
+        with self._registry.calls():
             self._event = device.event_create(timing=timing)
         self.timing = timing
         self._record = _NOTHING
@@ -82,7 +82,7 @@ class Event:
             with registry.borrow(line, given, by_program=True) as handle:
                 if handle is None:
                     raise StreamClosed(f"{line!r} has no handle any more, or belongs to another thread")
-                with device.scope():
+                with registry.calls():
                     captured = registry.capturing(handle)
                     with registry.lock:
                         seqno, clock = (line.closed, EMPTY) if captured else line.close_seqno()  # before (R4)
@@ -109,7 +109,7 @@ class Event:
         with registry.borrow(line, given, by_program=True) as handle:
             if handle is None:
                 raise StreamClosed(f"{line!r} has no handle any more, or belongs to another thread")
-            with device.scope():
+            with registry.calls():
                 captured = registry.capturing(handle)
                 device.stream_wait_event(handle, self._event)
                 captured = captured or registry.capturing(handle)
@@ -124,7 +124,7 @@ class Event:
         """True if the work before the last record is over, or there was none.  `cuEventQuery`."""
         self._registry.check_usable()
         before = self._record
-        with self._device.scope():
+        with self._registry.calls():
             if not self._device.event_query(self._event):
                 return False
         self._over(before)
@@ -135,7 +135,7 @@ class Event:
         """Wait on the host for the work before the last record.  `cuEventSynchronize`."""
         self._registry.check_usable()
         before = self._record
-        with self._device.scope():
+        with self._registry.calls():
             self._device.event_synchronize(self._event)
         self._over(before)
 
@@ -143,7 +143,7 @@ class Event:
         """Milliseconds from this event's record to that of `end`.  Both with `timing=True`, else ValueError."""
         if not (self.timing and end.timing):
             raise ValueError("elapsed_time needs two events made with timing=True")
-        with self._device.scope():
+        with self._registry.calls():
             return self._device.event_elapsed_ms(self._event, end._event)
 
     def _over(self, before: _Record) -> None:

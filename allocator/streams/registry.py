@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Protocol
 
 from allocator.devices import LEGACY, PER_THREAD, Capture, Device
-from allocator.errors import DriverError, ForkError, StreamCapturing, StreamClosed
+from allocator.errors import DriverError, ForkError, Reentered, StreamCapturing, StreamClosed
 from allocator.events import EMPTY, EventPool, VectorClock
 from allocator.streams.captures import Capture as GraphCapture
 from allocator.streams.captures import Captures
@@ -37,6 +37,9 @@ class Drains(Protocol):
 
     def drain_frees(self) -> None:
         """Stamp what is queued."""
+
+    def look_out(self) -> None:
+        """Something has to be looked at before the next allocation."""
 
     def capture_begins(self, capture: GraphCapture) -> None:
         """Whatever is live may be used by the capture."""
@@ -484,6 +487,19 @@ class Registry:
         """Note a driver's error: a sticky one ends the context (R11)."""
         if error.sticky and self.lost is None:
             self.lost = error.code
+            with suppress(Reentered):
+                for pool in self.all_pools():
+                    pool.look_out()
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """`device.scope()` for calls that the program makes through us; what ends the context is noted (R11)."""
+        try:
+            with self.device.scope():
+                yield
+        except DriverError as error:
+            self.failed(error)
+            raise
 
     def recycle(self, sealed: Sealed) -> None:
         """One thread less uses the event outside the lock; back to the pool if it was the last.  Under the lock."""

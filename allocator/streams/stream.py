@@ -47,7 +47,7 @@ class Stream:
         registry.check_usable()
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an integer, not {type(priority).__name__}")
-        with device.scope():
+        with registry.calls():
             least, greatest = device.stream_priority_range()
             if not greatest <= priority <= least:
                 raise ValueError(f"priority must lie between {greatest} (runs first) and {least}, got {priority}")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from allocator import Allocation, AllocatorError, CachingAllocator, Config, SimDevice, Stream
+from allocator import Allocation, AllocatorError, CachingAllocator, Config, DriverError, Event, SimDevice, Stream
 from tests.scenarios.lab import KIB, MIB, Lab, identity, used
 
 Step = Callable[[], object]
@@ -317,3 +317,24 @@ def test_r11_an_error_of_a_query_is_never_completion_and_abandon_is_the_way_out(
     pool.abandon(a)
     stats = pool.stats()
     assert (stats.in_flight_bytes, stats.poisoned_streams) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "call", ["cuEventRecord", "cuStreamWaitEvent", "cuEventQuery", "cuEventCreate", "cuStreamCreateWithPriority"]
+)
+def test_r11_a_context_that_the_programs_own_call_finds_lost_serves_no_hit(call: str) -> None:
+    """What the driver told a stream or an event of the program's, the pool knows: also where a bin has the block."""
+    gpu = SimDevice(memory=1 << 30)
+    pool = CachingAllocator(gpu, config=Config())
+    stream, event = Stream(gpu), Event(gpu)
+    pool.allocate(4096, stream=stream).close()
+    gpu.fail(call, error="CUDA_ERROR_ILLEGAL_ADDRESS", sticky=True)
+    with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+        event.record(stream)
+        event.wait(stream)
+        event.query()
+        Event(gpu)
+        Stream(gpu)
+    with pytest.raises(DriverError, match="the context is lost"):
+        pool.allocate(4096, stream=stream)
+    assert pool.stats().device_lost == 1
