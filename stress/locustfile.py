@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -104,7 +105,18 @@ if "locust" in sys.modules:
             self.ask("/snapshot", b"segments")
 
     def _prepare(environment: Any, **_: object) -> None:
-        """Threads for the batches, and the shape asked for."""
+        """Threads for the batches, the shape asked for, and an interruption that nobody else has to suffer.
+
+        Python raises it in whatever greenlet runs, which may be the one that listens to the workers; here it is the
+        main one's, where locust expects it.
+        """
+        main, loop = gevent.getcurrent(), gevent.get_hub().loop
+
+        def interrupted(number: int, frame: object) -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one ends it where it is
+            loop.run_callback_threadsafe(main.throw, KeyboardInterrupt())
+
+        signal.signal(signal.SIGINT, interrupted)
         options = environment.parsed_options
         gevent.get_hub().threadpool.maxsize = options.weir_threads
         if options.weir_shape:

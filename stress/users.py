@@ -58,6 +58,8 @@ class Coordinator:
         """Of this test, as sent to the master."""
         self._answers: dict[str, Verdict] = {}
         self._partial: dict[str, Verdict] = {}
+        self._workers: set[str] = set()
+        """Of this test: who has to answer, also if it has gone meanwhile."""
         self._alarmed = False
         self._role = "local"
 
@@ -97,6 +99,8 @@ class Coordinator:
         self.session, self._mine, self._alarmed = None, Verdict(), False
         self._answers.clear()
         self._partial.clear()
+        runner = environment.runner
+        self._workers = {client.id for client in runner.clients.all} if role_of(runner) == "master" else set()
         options = environment.parsed_options
         self.batch, self.token = options.weir_batch, options.weir_token
 
@@ -165,7 +169,7 @@ class Coordinator:
 
     def _collect(self, runner: Any) -> None:
         """Ask every worker for its verdict, and wait."""
-        asked = {client.id for client in runner.clients.all} | set(self._partial)
+        asked = {client.id for client in runner.clients.all} | self._workers | set(self._partial)
         for worker in sorted(asked - set(self._answers)):
             runner.send_message(FINISH, {}, worker)
         deadline = time.monotonic() + PATIENCE_S

@@ -113,6 +113,15 @@ def test_s31_a_signal_ends_a_run_with_one_check(number: signal.Signals) -> None:
     assert errors.count("final check: nothing wrong") == 1
 
 
+def test_s31_an_interruption_of_master_and_workers_at_once_ends_with_one_report() -> None:
+    words = ("--headless", *SMALL, "--processes", "2", "-u", "2", "-r", "2", "SteadyUser")
+    with started(*words, until="All users spawned") as process:
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert errors.count("final check: nothing wrong") == 1 and "operations on 2 pools" in errors
+
+
 def test_s31_a_violation_gives_status_1(broken: Any) -> None:
     done = run(
         *SMALL, "--weir-seed", "3", "-u", "4", "-r", "4", "-t", "30s", "ManyUsersUser", file=broken(CARELESS)

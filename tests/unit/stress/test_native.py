@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import time
@@ -114,7 +115,11 @@ def locustfile(monkeypatch: pytest.MonkeyPatch) -> Any:
     stop.StopUser = type("StopUser", (Exception,), {})
     gevent: Any = ModuleType("gevent")
     gevent.sleep, gevent.spawn = (lambda seconds: None), (lambda function: function())
-    gevent.get_hub = lambda: SimpleNamespace(threadpool=pool)
+    loop = SimpleNamespace(run_callback_threadsafe=lambda function, error: function(error))
+    gevent.get_hub = lambda: SimpleNamespace(threadpool=pool, loop=loop)
+    thrown: list[Any] = []
+    main = SimpleNamespace(throw=thrown.append)
+    gevent.getcurrent = lambda: main
     for name, module in (("locust", locust), ("locust.exception", stop), ("gevent", gevent)):
         monkeypatch.setitem(sys.modules, name, module)
     forks: list[dict[str, Any]] = []
@@ -123,7 +128,9 @@ def locustfile(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return SimpleNamespace(**{**vars(module), "locust": locust, "pool": pool, "forks": forks, "stop": stop.StopUser})
+    return SimpleNamespace(
+        **{**vars(module), "locust": locust, "pool": pool, "forks": forks, "thrown": thrown, "stop": stop.StopUser}
+    )
 
 
 def user_classes(file: Any) -> dict[str, Any]:
@@ -163,8 +170,23 @@ def test_the_users_of_a_server_ask_for_everything_it_has(locustfile: Any, monkey
     assert asked == ["/metrics", "/metrics", "/", "/healthz", "/snapshot"]
 
 
-def test_threads_and_shape_are_those_asked_for(locustfile: Any) -> None:
+def test_an_interruption_is_the_main_greenlets_and_the_second_one_everybodys(locustfile: Any) -> None:
     (prepare,) = [one for one in locustfile.locust.events.init.listeners if one.__name__ == "_prepare"]
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        options = SimpleNamespace(weir_threads=3, weir_shape="")
+        prepare(environment=SimpleNamespace(parsed_options=options))
+        os.kill(os.getpid(), signal.SIGINT)
+        assert [type(error) for error in locustfile.thrown] == [KeyboardInterrupt]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_threads_and_shape_are_those_asked_for(locustfile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (prepare,) = [one for one in locustfile.locust.events.init.listeners if one.__name__ == "_prepare"]
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     options = SimpleNamespace(weir_threads=3, weir_shape="", num_users=None, weir_length=10)
     environment = SimpleNamespace(parsed_options=options, shape_class=None)
     prepare(environment=environment)

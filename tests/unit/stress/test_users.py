@@ -259,6 +259,15 @@ def test_a_worker_that_never_answers_is_a_violation(monkeypatch: pytest.MonkeyPa
     assert test.coordinator.total.wrong == ["worker w1 never said what its final check found"]
 
 
+def test_a_worker_that_has_gone_without_a_word_is_a_violation_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users, "PATIENCE_S", 0)
+    test = Test(Master("w1", "w2"))
+    answer(test, "w2", Verdict(sessions=1))
+    test.runner.clients.all.clear()  # type: ignore[attr-defined]  # a master's
+    assert test.end() == 1
+    assert test.coordinator.total.wrong == ["worker w1 never said what its final check found"]
+
+
 def test_users_that_ask_a_server_need_one(caplog: pytest.LogCaptureFixture) -> None:
     for host, classes, left in (
         ("", [PoolUser, HttpQuestions], [PoolUser]),
