@@ -177,7 +177,7 @@ def test_a_plan_that_makes_no_sense_is_refused(wrong: dict[str, Any], why: str) 
 
 @pytest.mark.usefixtures("careless")
 def test_a_careless_pool_is_caught_and_a_short_program_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = failing(a_plan("many-users", operations=120, seed=3))
+    outcome = failing(a_plan("many-users", workers=1, operations=120, seed=3))
     assert outcome.violation is not None and outcome.violation.kind == "race"
     told: list[int] = []
     recording = shrink(outcome, progress=told.append)
@@ -196,7 +196,7 @@ def test_a_careless_pool_is_caught_and_a_short_program_is_left(tmp_path: Path, m
 
 @pytest.mark.usefixtures("careless")
 def test_shrinking_stops_when_its_time_is_up() -> None:
-    outcome = failing(a_plan("many-users", operations=120, seed=3))
+    outcome = failing(a_plan("many-users", workers=1, operations=120, seed=3))
     recording = shrink(outcome, patience_s=0)
     assert len(recording.steps) > 12 and recording.setting.alone
 
@@ -256,7 +256,7 @@ def test_the_table_and_the_json_say_the_same() -> None:
 
 @pytest.mark.usefixtures("careless")
 def test_a_violation_is_the_last_line() -> None:
-    outcome = failing(a_plan("many-users", operations=120, seed=3))
+    outcome = failing(a_plan("many-users", workers=1, operations=120, seed=3))
     assert table(outcome).splitlines()[-1].startswith("VIOLATION in round ")
     assert json.loads(json_line(outcome))["violation"]["kind"] == "race"
 
