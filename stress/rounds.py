@@ -70,7 +70,7 @@ class Round:
     ) -> None:
         """Each worker runs its program in a thread of its own; then the checks at the end.
 
-        look: called some times a second; True ends the programs early.
+        look: called some times a second, and once at least; True ends the programs early.
         """
         stop = threading.Event()
         threads = [
@@ -82,15 +82,17 @@ class Round:
             thread.start()
         seen, since = -1, time.monotonic()
         try:
-            while any(thread.is_alive() for thread in threads):
+            alive = True
+            while alive:
                 if look():
                     stop.set()
                 for thread in threads:
                     thread.join(LOOK_S / len(threads))
+                alive = any(thread.is_alive() for thread in threads)
                 now = time.monotonic()
                 if self.done != seen:
                     seen, since = self.done, now
-                elif now - since > patience_s:
+                elif alive and now - since > patience_s:
                     self._fail(None, Violation("hang", _stacks(threads)))
                     return  # nothing may be touched any more: a lock may be held for ever
         finally:
