@@ -29,9 +29,12 @@ types: $(READY)
 MEASURED := tests/conformance tests/scenarios tests/unit
 OTHERS := tests/browser tests/faults tests/fuzz tests/gpu tests/model tests/prometheus tests/schedules
 
+# Many tests wait for a server, a browser or a child process: more workers than cores keep the cores busy.
+WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null) && echo $$((2 * n)) || echo auto)
+
 unit: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --cov --cov-report=term $(MEASURED)
-	$(BIN)/python -m pytest --numprocesses auto $(OTHERS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --cov --cov-report=term $(MEASURED)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(OTHERS)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

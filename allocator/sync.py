@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -97,6 +98,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
 _SIGINT = int(signal.SIGINT)
+_FOREIGN_LOOP = "gevent"
+"""Its loop puts signal handlers where Python cannot see them, nor put them back: there Ctrl-C is left alone."""
 try:  # the functions themselves: what makes their answers readable for people costs twenty times as much
     from _signal import getsignal as _get_handler, signal as _set_handler  # type: ignore[import-not-found]  # fmt: skip  # isort: skip  # no stubs
 except ImportError:  # another interpreter than CPython
@@ -124,6 +127,8 @@ class Shield:
         if get_ident() != self._main:
             return
         if not self.depth:
+            if _FOREIGN_LOOP in sys.modules:
+                return
             before = _get_handler(_SIGINT)
             if callable(before):
                 self._before = before
@@ -135,7 +140,7 @@ class Shield:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if get_ident() != self._main:
+        if get_ident() != self._main or not self.depth:
             return
         self.depth -= 1
         if self.depth:

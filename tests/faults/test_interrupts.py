@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -310,3 +311,17 @@ def test_real_signals_at_any_time_lose_nothing() -> None:
     assert (stats.allocated_bytes, stats.in_flight_bytes) == (0, 0)
     pool.close()
     assert gpu.races == [] and gpu.violations == [] and gpu.used_bytes == 0
+
+
+def test_a_loop_that_handles_signals_outside_python_keeps_its_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gevent's watcher of SIGINT is none of Python's handlers: setting one, and putting it back, would end it."""
+    touched: list[object] = []
+    monkeypatch.setattr("allocator.sync._set_handler", lambda number, handler: touched.append(handler))
+    with Shield():
+        assert len(touched) == 1  # the control
+    monkeypatch.setitem(sys.modules, "gevent", sys)
+    touched.clear()
+    idle = Shield()
+    with idle, idle:
+        assert idle.depth == 0
+    assert touched == []
