@@ -62,10 +62,10 @@ def test_s13_in_the_steady_state_one_record_a_stream_for_every_seal_frees_frees(
             used(pool, lanes[i % streams], MIB, duration_ns=100 * streams).close()
             gpu.advance(200)
 
-    work(4096)
+    work(1024)
     before = Counter(gpu.calls)
     growths = pool.stats().growths
-    frees = 8192
+    frees = 2048
     work(frees)
     calls = Counter(gpu.calls) - before
     assert pool.stats().growths == growths, "not a steady state"

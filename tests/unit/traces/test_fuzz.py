@@ -69,7 +69,7 @@ def test_arbitrary_bytes(data: bytes) -> None:
     survives(b"\x1f\x8b" + data)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     layout=st.sampled_from(sorted(VALID)),
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.binary(max_size=4), st.integers(0, 4)), max_size=4),
@@ -97,7 +97,7 @@ FIELD = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(layout=st.sampled_from(["weir", "rmm", "intervals"]), rows=st.lists(st.lists(FIELD, max_size=8), max_size=12))
 def test_tables_of_arbitrary_fields(layout: str, rows: list[list[str]]) -> None:
     header = VALID[layout].split(b"\n")[0].decode()
@@ -111,7 +111,7 @@ RECORD = st.dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.dictionaries(st.sampled_from(["segments", "device_traces"]), st.lists(st.one_of(LEAF, st.lists(RECORD), RECORD)))
 )
