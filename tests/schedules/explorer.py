@@ -107,8 +107,11 @@ def _end(play: Play, actor: Actor) -> str | None:
             return "a pin or a use of an event was not given back"
         pool.close()
     with CachingAllocator(actor.gpu, Config()) as other:
-        other.stats()
-        other.stats()
+        for _ in range(5):  # what a public call finds busy, a later one gives back
+            other.stats()
+            if not actor.gpu.used_bytes:
+                break
+            gc.collect()
     if actor.gpu.used_bytes:
         return f"leak: {actor.gpu.used_bytes} bytes held after close"
     return actor.wrong()
