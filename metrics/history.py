@@ -10,6 +10,7 @@ Rules:
 * A pool that cannot be read leaves a gap and one line in the log; nothing ends the thread but `stop`.
 
 Threads: the sampling thread writes, anybody reads; one lock, never held while a pool is read or a listener called.
+Longer than other modules: the ring, what it samples and who is told share one lock and one idea of time.
 Next: page/document.py, which shows it.  For people: docs/metrics.md.
 """
 

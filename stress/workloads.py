@@ -6,6 +6,7 @@ another thread.  A workload keeps the contract (contract.py), so whatever goes w
 Each of a run's workers has a generator of its own.  It keeps about half of its share of the memory live, but for
 `near-limit`, which wants more than there is.  All of them look around at times: statistics, a scrape, a check, trim.
 
+Longer than other modules by being a list: one workload after the other, each a page at most.
 Next: player.py (who runs them).
 """
 

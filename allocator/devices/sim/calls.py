@@ -3,6 +3,7 @@
 Rule: *every call is judged* (context.py), *then changes state, then tells the oracle*.  One lock guards
 everything (world.py); `before_call` runs outside of it, and host waits give it up.
 
+As long as the protocol has calls: each is its rule, its change and its mark, and they read best side by side.
 Next: device.py (what a program does with the device).  Rules: docs/ordering.md.
 """
 
