@@ -27,7 +27,9 @@ types: $(READY)
 
 # What measures coverage runs two to three times as slow, so only the tests that are to cover the code are measured.
 MEASURED := tests/conformance tests/scenarios tests/unit
-OTHERS := tests/browser tests/faults tests/fuzz tests/gpu tests/model tests/prometheus tests/schedules
+OTHERS := tests/browser tests/faults tests/fuzz tests/gpu tests/model tests/prometheus
+# They decide which thread takes the next step: in a process where a server of another test runs they could not.
+ALONE := tests/schedules
 
 # Many tests wait for a server, a browser or a child process: more workers than cores keep the cores busy.
 WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null) && echo $$((2 * n)) || echo auto)
@@ -35,6 +37,7 @@ WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null) && echo $$((2 * n
 unit: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --cov --cov-report=term $(MEASURED)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(OTHERS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ALONE)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
