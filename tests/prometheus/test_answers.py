@@ -271,8 +271,11 @@ def test_an_alert_fires_for_what_went_wrong_and_for_nothing_else(watched: Watche
     """At the moment at which all of them fired."""
     fired = [one["labels"] for one in watched.alerts if one["labels"]["alertname"] == alert]
     if alert == "WeirTargetDown":
-        assert [labels["instance"] for labels in fired] == [watched.scene.targets["gone"]]
-        assert "pool" not in fired[0]
+        # A busy machine may keep our own target from answering in time: then it was down indeed, and is rightly named.
+        missed = watched.prometheus.ask("min_over_time(up[10m]) == 0", watched.now)
+        down = {dict(labels)["instance"] for labels in missed}
+        assert watched.scene.targets["gone"] in {labels["instance"] for labels in fired} <= down
+        assert not any("pool" in labels for labels in fired)
     else:
         assert {labels["pool"] for labels in fired} == {EXPECTED[alert]}
 
