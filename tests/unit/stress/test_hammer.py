@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import sys
@@ -106,6 +107,20 @@ def test_threads_change_places_more_often_only_while_a_run_lasts() -> None:
     seen: list[float] = []
     hammer(a_plan("steady")).run(60, progress=lambda *_: seen.append(sys.getswitchinterval()), rounds=1)
     assert seen and max(seen) == pytest.approx(SWITCH_S) and sys.getswitchinterval() == before
+
+
+def test_the_collector_looks_only_at_what_a_run_makes_and_at_everything_afterwards() -> None:
+    one = hammer(a_plan("steady"))
+    frozen: list[int] = []
+    one.run(600, progress=lambda outcome, more: frozen.append(gc.get_freeze_count()), rounds=1)
+    assert min(frozen) > 0 and gc.get_freeze_count() == 0
+    gc.freeze()  # a program that has done so itself is left as it is
+    try:
+        before = gc.get_freeze_count()
+        hammer(a_plan("steady")).run(600, rounds=1)
+        assert gc.get_freeze_count() >= before - 1000 > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_settings_of_the_pool_count_and_the_limit_is_the_plans() -> None:
