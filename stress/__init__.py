@@ -8,17 +8,21 @@ Next: operations.py and workloads.py (what is done), hammer.py (real threads), l
 
 from __future__ import annotations
 
+from allocator.stress.curves import write as write_curves
 from allocator.stress.hammer import SHARE, Hammer, Outcome, Plan
 from allocator.stress.operations import Op, Recording, RecordingError, Setting, Step, read_recording
 from allocator.stress.player import Violation
-from allocator.stress.report import Progress, json_line, table, verdict
+from allocator.stress.report import Progress, aligned, figures, json_line, table, verdict
 from allocator.stress.shrinking import play, play_threaded, shrink
+from allocator.stress.soak import MEASURED, Growth, Sample, SampleFile, Sampler, growth_of, least_rounds
 from allocator.stress.targets import Target, open_target
 from allocator.stress.workloads import WORKLOADS, Shape, Workload
 
 __all__ = [
+    "MEASURED",
     "SHARE",
     "WORKLOADS",
+    "Growth",
     "Hammer",
     "Op",
     "Outcome",
@@ -26,13 +30,20 @@ __all__ = [
     "Progress",
     "Recording",
     "RecordingError",
+    "Sample",
+    "SampleFile",
+    "Sampler",
     "Setting",
     "Shape",
     "Step",
     "Target",
     "Violation",
     "Workload",
+    "aligned",
+    "figures",
+    "growth_of",
     "json_line",
+    "least_rounds",
     "open_target",
     "play",
     "play_threaded",
@@ -40,4 +51,5 @@ __all__ = [
     "shrink",
     "table",
     "verdict",
+    "write_curves",
 ]

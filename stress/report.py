@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, TextIO
 
 from allocator.config import REUSE_KINDS
@@ -35,10 +36,14 @@ _REUSE_WORDS: Final = {
 
 
 class Progress:
-    """Operations so far, on one line that is rewritten on a terminal, else a line every five seconds."""
+    """Operations so far, on one line that is rewritten on a terminal, else a line every five seconds.
+
+    remark: what else is said there.  Where nothing can be written any more, nothing is: a run goes on without.
+    """
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = sys.stderr if out is None else out
+        self.remark: Callable[[], str] = lambda: ""
         self._terminal = self._out.isatty()
         self._began = time.monotonic()
         self._next = self._began + (_TERMINAL_S if self._terminal else _ELSEWHERE_S)
@@ -51,21 +56,28 @@ class Progress:
             return
         self._next = now + (_TERMINAL_S if self._terminal else _ELSEWHERE_S)
         done, since = outcome.operations + more, now - self._began
-        self.say(f"{since:.0f} s, round {outcome.rounds + 1}: {done:,} operations, {done / since:,.0f}/s")
+        more_words = self.remark()
+        self.say(
+            f"{since:.0f} s, round {outcome.rounds + 1}: {done:,} operations, {done / since:,.0f}/s"
+            + (f", {more_words}" if more_words else "")
+        )
 
     def say(self, text: str) -> None:
         """One line now."""
         if self._terminal:
-            self._out.write("\r" + text.ljust(self._written))
+            self._put("\r" + text.ljust(self._written))
             self._written = max(self._written, len(text))
         else:
-            self._out.write(text + "\n")
-        self._out.flush()
+            self._put(text + "\n")
 
     def wipe(self) -> None:
         """Nothing of it stays on a terminal."""
         if self._terminal and self._written:
-            self._out.write("\r" + " " * self._written + "\r")
+            self._put("\r" + " " * self._written + "\r")
+
+    def _put(self, text: str) -> None:
+        with suppress(OSError):
+            self._out.write(text)
             self._out.flush()
 
 
@@ -129,8 +141,8 @@ def latency_table(latencies: dict[str, Latencies], seconds: float) -> list[str]:
     return aligned(rows)
 
 
-def table(outcome: Outcome) -> str:
-    """A run for people."""
+def table(outcome: Outcome, remarks: Sequence[str] = ()) -> str:
+    """A run for people.  remarks: lines above the verdict."""
     setting, stats = outcome.plan.setting, outcome.stats
     rate = outcome.operations / outcome.seconds if outcome.seconds else 0.0
     lines = [
@@ -158,6 +170,8 @@ def table(outcome: Outcome) -> str:
              f"{format_size(stats.peak_in_flight_bytes)}"],
         ]  # fmt: skip
         lines += ["", *aligned(rows), f"saved from out of memory by: {', '.join(retries) or 'nothing needed to be'}"]
+    if remarks:
+        lines += ["", *remarks]
     lines += ["", verdict(outcome)]
     return "\n".join(lines)
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.resources
+import json
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from allocator.cli.options import size
-from allocator.cli.status import MISMATCH, OK
+from allocator.cli.soak import Soak
+from allocator.cli.status import MISMATCH, OK, USAGE
 from allocator.stress import (
     SHARE,
     WORKLOADS,
@@ -29,7 +33,7 @@ from allocator.stress import (
     Recording,
     Setting,
     Target,
-    json_line,
+    figures,
     open_target,
     play,
     play_threaded,
@@ -50,6 +54,9 @@ before they are freed. Each round ends with everything freed, waited for and giv
 
 When something is wrong, the seed and the shortest failing program that was found are
 printed, and written to a file that --replay plays again.
+
+With --soak also what only long runs show is looked for: driver events, threads or memory
+of the process that keep growing. Samples are taken while it runs, for a file and a picture.
 """
 
 _EPILOG: Final = """\
@@ -63,6 +70,7 @@ examples:
   weir stress --limit 64MiB --workload near-limit
   weir stress --json | jq .latency_us.allocate
   weir stress --replay weir-stress-7.txt         play again what went wrong
+  weir stress --soak --seconds 3600 --plot soak.svg --samples soak.csv
   WEIR_CANARY=1 weir stress                      with settings: every WEIR_* variable counts
   locust -f "$(weir stress --locustfile)"        the same from locust, with its web page
 
@@ -71,8 +79,8 @@ Ctrl-C ends a run early, with its checks and its table; a second one at once, wi
 
 exit status:
   0  nothing wrong
-  1  a race, a corruption, a leak, a failed check, or an error that should not be
-  2  wrong usage
+  1  a race, a corruption, a leak, growth, a failed check, or an error that should not be
+  2  wrong usage, or a file of a soak that could not be written to its end
 """
 
 
@@ -107,6 +115,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--save", metavar="FILE", help="where a failing program goes (default: weir-stress-SEED.txt)")
     parser.add_argument("--replay", metavar="FILE", help="play a failing program again, and nothing else")
+    parser.add_argument("--soak", action="store_true", help="sample what must not grow, and judge it")
+    parser.add_argument("--every", type=_seconds, metavar="N", help="seconds between samples of a soak (default: 1)")
+    parser.add_argument("--samples", metavar="FILE", help="samples of a soak; FILE ends in .csv or .jsonl")
+    parser.add_argument("--plot", metavar="FILE", help="a soak over time; FILE ends in .svg or .png")
     parser.add_argument("--locustfile", action="store_true", help="print where the file for locust is, and end")
     parser.set_defaults(run=run)
 
@@ -118,24 +130,57 @@ def run(arguments: argparse.Namespace) -> int:
         return OK
     if arguments.replay is not None:
         return _replay(arguments)
+    options = [name for name in ("every", "samples", "plot") if getattr(arguments, name) is not None]
+    if options and not arguments.soak:
+        raise ValueError(f"--{options[0]} goes with --soak")
     seed = time.time_ns() % 1_000_000_007 if arguments.seed is None else arguments.seed
     limit = arguments.limit or SHARE * arguments.threads
     setting = Setting(workers=arguments.threads, streams=arguments.streams, limit=limit, seed=seed)
     workloads = tuple(dict.fromkeys(arguments.workload or WORKLOADS))
     plan = Plan(setting, workloads, arguments.operations)
-    hammer = Hammer(open_target(arguments.device, limit), plan)
+    target = open_target(arguments.device, limit)
+    soak = Soak(arguments.every or 1.0, arguments.samples, arguments.plot) if arguments.soak else None
+    hammer = Hammer(target, plan)
     progress = Progress()
     with _stopped_by_signals() as stop:
-        print(f"weir: seed {seed}", file=sys.stderr, flush=True)
-        outcome = hammer.run(arguments.seconds, stop.is_set, progress)
+        _tell(f"seed {seed}")
+        if soak is None:
+            outcome = hammer.run(arguments.seconds, stop.is_set, progress)
+        else:
+            outcome = soak.run(hammer, arguments.seconds, stop.is_set, progress, partial(setattr, progress, "remark"))
     progress.wipe()
-    print(json_line(outcome) if arguments.json else table(outcome), flush=True)
-    if outcome.violation is None:
-        return OK
-    if arguments.json:
-        print(f"weir: {verdict(outcome)}", file=sys.stderr)
-    _explain(outcome, arguments)
-    return MISMATCH
+    lost = _print_result(outcome, soak, arguments)
+    for problem in soak.problems if soak else ():
+        _tell(f"{problem}; the run went on without it")
+    if outcome.violation is not None:
+        if arguments.json:
+            _tell(verdict(outcome))
+        _explain(outcome, arguments)
+        return MISMATCH
+    if lost is not None:
+        raise lost
+    return USAGE if soak is not None and soak.problems else OK
+
+
+def _print_result(outcome: Outcome, soak: Soak | None, arguments: argparse.Namespace) -> OSError | None:
+    """On stdout.  A disk that is full or a reader that has gone is no reason to keep a violation back: it is returned,
+    and nothing more can be written there."""
+    try:
+        if arguments.json:
+            print(json.dumps(figures(outcome) | ({} if soak is None else {"soak": soak.figures()})), flush=True)
+        else:
+            print(table(outcome, () if soak is None else soak.remarks(outcome)), flush=True)
+    except OSError as error:
+        if outcome.violation is not None:  # else whoever catches the error does that
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
+
+
+def _tell(text: str) -> None:
+    """A line on stderr, where somebody reads it."""
+    with suppress(OSError):
+        print(f"weir: {text}", file=sys.stderr, flush=True)
 
 
 def _explain(outcome: Outcome, arguments: argparse.Namespace) -> None:
@@ -145,14 +190,14 @@ def _explain(outcome: Outcome, arguments: argparse.Namespace) -> None:
     where = "" if arguments.device is None else f" --device {arguments.device}"
     again = (
         f"weir stress{where} --seed {setting.seed} --threads {setting.workers} --streams {setting.streams} "
-        f"--limit {setting.limit} --operations {outcome.plan.operations}{names}"
+        f"--limit {setting.limit} --operations {outcome.plan.operations}{names}{' --soak' if arguments.soak else ''}"
     )
-    print(f"weir: seed {setting.seed}; the same operations again: {again}", file=sys.stderr)
+    _tell(f"seed {setting.seed}; the same operations again: {again}")
     if outcome.failed_round is None:
-        print("weir: no round failed, so there is no program to shorten", file=sys.stderr)
+        _tell("no round failed, so there is no program to shorten")
         return
     progress = Progress()
-    print("weir: looking for the shortest program that fails, on the simulator", file=sys.stderr, flush=True)
+    _tell("looking for the shortest program that fails, on the simulator")
     recording = shrink(outcome, progress=lambda steps: progress.say(f"{steps} operations left"))
     progress.wipe()
     path = Path(arguments.save or f"weir-stress-{setting.seed}.txt")
@@ -160,23 +205,23 @@ def _explain(outcome: Outcome, arguments: argparse.Namespace) -> None:
     try:
         recording.write(path)
     except OSError as error:
-        print(f"weir: {path}: cannot be written: {error.strerror}", file=sys.stderr)
+        _tell(f"{path}: cannot be written: {error.strerror}")
     else:
-        print(f"weir: play it again with: weir stress --replay {path}", file=sys.stderr)
+        _tell(f"play it again with: weir stress --replay {path}")
 
 
 def _show(recording: Recording) -> None:
     steps = recording.steps
     if not recording.setting.alone:
-        print(
-            f"weir: one thread that plays the {len(steps):,} operations of the round in the order in which they began "
-            "finds nothing wrong: it takes real threads, or this GPU. The file has the whole round",
-            file=sys.stderr,
+        _tell(
+            f"one thread that plays the {len(steps):,} operations of the round in the order in which they began "
+            "finds nothing wrong: it takes real threads, or this GPU. The file has the whole round"
         )
         return
-    print(f"weir: {len(steps):,} operations fail, played by one thread: {recording.wrong}", file=sys.stderr)
-    for number, step in enumerate(steps[-SHOWN:], max(len(steps) - SHOWN, 0) + 1):
-        print(f"  {number:>4}  {step}", file=sys.stderr)
+    _tell(f"{len(steps):,} operations fail, played by one thread: {recording.wrong}")
+    with suppress(OSError):
+        for number, step in enumerate(steps[-SHOWN:], max(len(steps) - SHOWN, 0) + 1):
+            print(f"  {number:>4}  {step}", file=sys.stderr)
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import allocator.cli.stress as command
 from allocator.cli import main
 from allocator.errors import AllocatorError
 from allocator.streams import Registry
-from allocator.stress import WORKLOADS, Recording, Setting, Shape, Step, read_recording
+from allocator.stress import WORKLOADS, Growth, Recording, Setting, Shape, Step, read_recording
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = ("--seconds", "0.2", "--threads", "2", "--seed", "1", "--operations", "60")
@@ -146,6 +147,118 @@ def test_a_device_that_is_not_there_is_one_line_too(weir: Any, monkeypatch: pyte
     monkeypatch.setattr(command, "open_target", refuse)
     assert weir("--device", "0")[0] == 2
     assert weir("--device", "0", "--replay", recorded(tmp_path / "r", alone=True))[0] == 2
+
+
+# -- soaks -----------------------------------------------------------------------------------------
+
+SOAK = (*QUICK, "--soak", "--every", "0.02", "--workload", "steady")
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+
+
+def found(monkeypatch: pytest.MonkeyPatch, rss: tuple[int, int, int, int]) -> None:
+    """Any run is long enough, and this is what its quarters had: a real one of such a length takes minutes."""
+    growth = [Growth("events", (9, 10, 10, 10)), Growth("threads", (4, 5, 4, 5)), Growth("rss_bytes", rss)]
+    monkeypatch.setattr("allocator.stress.soak.least_rounds", lambda outcome: 1)
+    monkeypatch.setattr("allocator.stress.soak.judge", lambda points, seconds: growth)
+
+
+def test_a_soak_leaves_its_samples_and_a_picture_and_says_what_levels_off(
+    weir: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(monkeypatch, (30 << 20, 40 << 20, 41 << 20, 41 << 20))
+    status, out, err = weir(*SOAK, "--samples", "s.csv", "--plot", "s.svg")
+    assert status == 0, out + err
+    assert "most in each quarter of the run" in out and out.count("levels off") == 3
+    assert out.rstrip().endswith("every check passed")
+    header, first, *_ = (tmp_path / "s.csv").read_text().splitlines()
+    assert header.startswith("seconds,rounds,operations,reserved_bytes") and first.count(",") == header.count(",")
+    assert "weir stress --soak: 2 threads, 8 streams, seed 1" in (tmp_path / "s.svg").read_text()
+
+
+def test_a_soak_in_json_has_what_was_judged(weir: Any) -> None:
+    status, out, _ = weir(*SOAK, "--json", "--workload", "churn", "--operations", "2000")
+    soak = json.loads(out)["soak"]
+    assert status == 0 and soak["every_seconds"] == 0.02 and soak["samples"] >= 2 and soak["problems"] == []
+    assert soak["judged"] is False and soak["least_rounds"] == 16 and soak["growth"] == {}
+    assert "rss_bytes" in soak["measured"]
+
+
+def test_a_soak_that_was_too_short_says_that_nothing_was_judged(weir: Any) -> None:
+    status, out, _ = weir(*SOAK, "--operations", "2000", "--seconds", "0.05", "--workload", "churn")
+    assert status == 0 and re.search(r"growth is not judged: \d+ rounds, and it takes 16\n", out)
+
+
+def test_growth_is_named_and_fails_the_run(weir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch, (30 << 20, 60 << 20, 90 << 20, 120 << 20))
+    status, out, err = weir(*SOAK)
+    assert status == 1 and out.count("levels off") == 2
+    assert re.search(r"the memory of the process .* grows\n", out)
+    assert "VIOLATION at the end: growth: the memory of the process: at most " in out.splitlines()[-1]
+    assert "--workload steady --soak" in err and "no round failed" in err
+
+
+def test_a_reading_that_fails_in_the_middle_fails_the_run(weir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allocator.stress.soak.threads", lambda: 1 // 0)
+    status, out, _ = weir(*SOAK)
+    assert status == 1 and "VIOLATION at the end: exception: ZeroDivisionError" in out
+
+
+@needs_full
+@pytest.mark.parametrize("what", ["samples", "plot"])
+def test_a_disk_that_is_full_costs_a_soak_its_file_only(weir: Any, what: str, tmp_path: Path) -> None:
+    name = {"samples": "s.jsonl", "plot": "s.svg"}[what]
+    (tmp_path / name).symlink_to("/dev/full")
+    status, out, err = weir(*SOAK, f"--{what}", name)
+    assert status == 2 and out.rstrip().endswith("every check passed")
+    assert f"weir: {name}: No space left on device; the run went on without it\n" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--plot", "a.svg"], "--plot goes with --soak"),
+        (["--every", "1"], "--every goes with --soak"),
+        (["--soak", "--samples", "a.txt"], "a.txt: the name of a file of samples ends in .csv or .jsonl"),
+        (["--soak", "--plot", "a.gif"], "a.gif: a picture's name ends in .svg or .png"),
+        (["--soak", "--samples", "no/a.csv"], "no/a.csv: No such file"),
+    ],
+)
+def test_a_soak_that_could_not_keep_its_findings_does_not_begin(weir: Any, argv: list[str], why: str) -> None:
+    status, out, err = weir(*argv)
+    assert status == 2 and out == "" and why in err and len(err.splitlines()) == 1
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_run_goes_on_where_nobody_reads_its_progress(weir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allocator.stress.report._ELSEWHERE_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", Gone())
+    status, out, _ = weir(*SOAK)
+    assert status == 0 and out.rstrip().endswith("every check passed")
+
+
+def test_a_violation_is_kept_and_returned_where_nobody_reads_the_table(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = (
+        "import sys; from allocator.streams import Registry; Registry.known = lambda *a, **k: True; "
+        "from allocator.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("WEIR_", "COV_", "COVERAGE"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "stress", *CATCH, "--operations", "120", "--seconds", "60"],
+        stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120,
+        env=clean | {"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert "weir: play it again with: weir stress --replay weir-stress-3.txt" in done.stderr
+    assert (tmp_path / "weir-stress-3.txt").is_file()
 
 
 def test_help_names_every_workload_and_the_statuses(weir: Any) -> None:
