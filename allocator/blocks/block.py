@@ -110,16 +110,17 @@ class Block:
         return f"<Block {self.ptr:#x}+{self.size} {STATES[self.state]} owner={owner} stamp={dict(self.stamp.at)}>"
 
 
-class Bin(list[Block]):
-    """Free blocks of one exact size whose only declared user is one stream, newest last (R7).
+class Bin:
+    """Free blocks of one exact size whose only declared user is one stream (R7).
 
     They serve that stream only, at once: an exact fit is the best fit.
     """
 
-    __slots__ = ("assumed", "hits", "owner", "size")
+    __slots__ = ("assumed", "blocks", "hits", "owner", "size")
 
     def __init__(self, owner: Owner, size: int, assumed: bool) -> None:
-        super().__init__()
+        self.blocks: list[Block] = []
+        """Newest last."""
         self.owner = owner
         self.size = size
         self.assumed = assumed
@@ -128,18 +129,22 @@ class Bin(list[Block]):
         """Allocations served from here."""
 
 
-class Bins(dict[int, Bin]):
-    """The bins of one stream, by size."""
+class Bins:
+    """The bins of one stream."""
 
-    __slots__ = ("_sizes",)
+    __slots__ = ("_sizes", "by_size")
 
     def __init__(self) -> None:
-        super().__init__()
+        self.by_size: dict[int, Bin] = {}
         self._sizes: SortedList = SortedList()
+
+    def any(self) -> bool:
+        """Is there a block in any of them?"""
+        return any(bin_.blocks for bin_ in self.by_size.values())
 
     def open(self, owner: Owner, size: int, assumed: bool) -> Bin:
         """A new bin for blocks of exactly `size` bytes."""
-        bin_ = self[size] = Bin(owner, size, assumed)
+        bin_ = self.by_size[size] = Bin(owner, size, assumed)
         self._sizes.add(size)
         return bin_
 
@@ -149,8 +154,8 @@ class Bins(dict[int, Bin]):
         at = sizes.bisect_left(size)
         end = min(at + 16, len(sizes))
         while at < end and (candidate := sizes[at]) < most:
-            bin_ = self[candidate]
-            if bin_:
+            bin_ = self.by_size[candidate]
+            if bin_.blocks:
                 return bin_
             at += 1
         return None

@@ -237,7 +237,7 @@ class Accounts:
 
     def _releasable(self, shelves: Sequence[BestFit], done: Finished, granularity: int) -> int:
         """Bytes of segments that lie wholly in one idle block.  Only blocks of a segment's least size can hold one."""
-        blocks = [block for bin_, n in done if bin_.size >= granularity for block in bin_[:n]]
+        blocks = [block for bin_, n in done if bin_.size >= granularity for block in bin_.blocks[:n]]
         for shelf in shelves:
             blocks += shelf.from_size(granularity if self._heap.joined else 1)
         if self._heap.joined:
@@ -248,12 +248,12 @@ class Accounts:
         hits = Counter(self._shelves.past_hits)
         for bins in self._shelves.bins:
             for sizes in bins.values():
-                for size, bin_ in sizes.items():
+                for size, bin_ in sizes.by_size.items():
                     hits[size] += bin_.hits
         return hits
 
     def _in_bins(self) -> int:
-        return sum(len(b) for bins in self._shelves.bins for sizes in bins.values() for b in sizes.values())
+        return sum(len(b.blocks) for bins in self._shelves.bins for s in bins.values() for b in s.by_size.values())
 
     def _request_sizes(self, hits: Mapping[int, int]) -> Histogram:
         """Bounds are multiples of 512, so a request and its rounded size fall into the same bucket."""
@@ -288,10 +288,10 @@ class Accounts:
                 number = owner.number
                 if number in graphs:
                     continue
-                for bin_ in sizes.values():
+                for bin_ in sizes.by_size.values():
                     n = over.get(id(bin_), 0)
-                    if n < len(bin_):
-                        seqno = bin_[n].stamp.at[number]
+                    if n < len(bin_.blocks):
+                        seqno = bin_.blocks[n].stamp.at[number]
                         known = self._binned.get(number)
                         if known is None or seqno < known[0]:
                             then = before.get(number)
@@ -311,13 +311,13 @@ class Accounts:
         live, in_flight, idle = Counter(shelves.live), Counter[Owner | None](), Counter[Owner | None]()
         for bins in shelves.bins:
             for owner, sizes in bins.items():
-                for size, bin_ in sizes.items():
-                    if bin_:
+                for size, bin_ in sizes.by_size.items():
+                    if bin_.blocks:
                         n = over.get(id(bin_), 0)
-                        live[owner] -= len(bin_) * size
+                        live[owner] -= len(bin_.blocks) * size
                         idle[owner] += n * size
                         if owner.number not in graphs:  # else private, as in the totals
-                            in_flight[owner] += (len(bin_) - n) * size
+                            in_flight[owner] += (len(bin_.blocks) - n) * size
         for shelf in shelves.idle:
             idle.update(shelf.by_owner)
         for shelf in shelves.retired_shelves(graphs):
@@ -355,11 +355,13 @@ class Accounts:
             by_owner[block.owner] += block.size
         for bins in self._shelves.bins:
             for owner, sizes in bins.items():
-                by_owner[owner] += sum(len(b) * size for size, b in sizes.items())
+                by_owner[owner] += sum(len(b.blocks) * b.size for b in sizes.by_size.values())
         assert +by_owner == self._shelves.live, (by_owner, self._shelves.live)
         assert all(0 < b.requested <= b.size and b.size == round_up(b.requested) for b in blocks)
         held = sum(b.size for b in self._shelves.retired())
-        held += sum(len(b) * b.size for bins in self._shelves.bins for sizes in bins.values() for b in sizes.values())
+        held += sum(
+            len(b.blocks) * b.size for bins in self._shelves.bins for s in bins.values() for b in s.by_size.values()
+        )
         held += sum(b.size for b in transit)
         assert self.allocated + held + self._shelves.idle_bytes() == self._heap.reserved, "bytes lost"
         assert len(KINDS) == len(self._shelves.idle)

@@ -186,7 +186,7 @@ class CheckedShelves(Shelves):
     def check(self) -> None:
         """As ever; and nothing lies in a bin, or is idle and not filled."""
         super().check()
-        assert not any(bin_ for bins in self.bins for sizes in bins.values() for bin_ in sizes.values())
+        assert not any(sizes.any() for bins in self.bins for sizes in bins.values())
         for kind in KINDS:
             for shelf in (self.dirty[kind], self.aside[kind], self.damaged[kind]):
                 shelf.check()

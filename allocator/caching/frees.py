@@ -75,7 +75,7 @@ class Frees:
                     accounts.allocated = allocated = accounts.allocated - bin_.size
                     if allocated < accounts.low:
                         accounts.low = allocated
-                    bin_.append(block)
+                    bin_.blocks.append(block)
                     if owner is not self._first:
                         self._met(owner)
             queue.popleft()
@@ -110,7 +110,7 @@ class Frees:
         accounts.freed_sum += block.requested
         accounts.allocated -= bin_.size
         accounts.low = min(accounts.low, accounts.allocated)
-        bin_.append(block)
+        bin_.blocks.append(block)
         if owner is not self._first:
             self._met(owner)
 

@@ -1,7 +1,7 @@
 """`CachingAllocator`, the face of a pool: one memory pool of one device, shared by all streams and libraries.
 
-The hot path is `allocate`: an exact size that the same stream freed a moment ago comes from a bin, with no driver
-call, no event and no logging.  Everything else goes down the ladder (ladder.py).  A free only queues (frees.py).
+An exact size that the same stream freed before comes from a bin, with no driver call, no event and no logging
+(front.py).  Everything else goes down the ladder (ladder.py).  A free only queues (frees.py).
 
 Longer than other modules because it is the public face: each method is short and says what it promises.
 Threads: one lock, held for microseconds, never over a driver call, a callback or a wait (S16).
@@ -29,6 +29,7 @@ from allocator.caching.capturing import Capturing
 from allocator.caching.checked import CheckedGrowth, CheckedLadder
 from allocator.caching.checked_shelves import CheckedShelves
 from allocator.caching.frees import ANYONE, Anyone, Frees
+from allocator.caching.front import Front
 from allocator.caching.growth import Growth
 from allocator.caching.ladder import Ladder, Request
 from allocator.caching.reaper import forget_all, leave, reap
@@ -52,7 +53,7 @@ from allocator.streams import (
     destroy_orphans,
     target,
 )
-from allocator.sync import inner_of, make_lock, shield, shielded
+from allocator.sync import make_lock, shield, shielded
 
 _log = logging.getLogger("allocator")
 _numbers = itertools.count()
@@ -88,7 +89,6 @@ class CachingAllocator:
         self.name = f"pool{next(_numbers)}" if name is None else str(name)[:40]
         self._registry = Registry.of(self.device)
         self._lock = make_lock("pool")
-        self._section, self._inside = inner_of(self._lock)
         self._sealing = Sealing(self._registry)
         self._heap = Heap(joined=self.config.backing == "vmm")
         checked = self.config.canary
@@ -126,21 +126,18 @@ class CachingAllocator:
         self._canary = self._make_canary()
         self.frees: deque[Any] = self._frees.queue
         """Where allocations queue their frees: one atomic append each."""
-        self._drain = self._frees.drain
         self._uses = None if self.config.uses == "auto" else self.config.uses == "assumed"
-        bins = self._shelves.bins
-        self._bins = bins if self._uses is None else (bins[self._uses], bins[self._uses])
-        """What a hit may come from, for declared and for assumed uses."""
-        self.announce = self.device.hand_out if self.device.watches else None
-        """What a device that watches is told of each hand-out."""
+        self.front = Front(self._lock, self._shelves, self._frees, self._accounts, self._uses, self._settling.seal)
+        """The hot path, for integrations that know the stream's timeline already."""
+        if self.device.watches:
+            self.front.announce = self.device.hand_out
         self._capturing = Capturing(self._registry, self._heap, self._shelves, self._frees, self._accounts, self._lock)
         self._closed = False
-        self._always_careful = self._careful = self.config.detect_captures or checked
-        """Something must be looked at before an allocation: closed, forked, over the limit, captures."""
+        self._always_careful = self.front.careful = self.config.detect_captures or checked
         _pools.add(self)
         self._registry.pools.add(self)
         if self._registry.captures.active:
-            self._careful = True  # made within a capture (S19)
+            self.front.careful = True  # made within a capture (S19)
         reap()
 
     def _make_canary(self) -> Canary | None:
@@ -162,6 +159,16 @@ class CachingAllocator:
         )
         return canary
 
+    @property
+    def announce(self) -> Callable[[int, int, object], None] | None:
+        """What a device that watches is told of each hand-out: (ptr, size, who holds it); None for none."""
+        told: Callable[[int, int, object], None] | None = self.front.announce
+        return told
+
+    @announce.setter
+    def announce(self, told: Callable[[int, int, object], None] | None) -> None:
+        self.front.announce = told
+
     # -- allocate -------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, stream: object = None, *, assumed: bool = False) -> Allocation:
@@ -175,53 +182,17 @@ class CachingAllocator:
         line = stream.fast if type(stream) is Stream else None
         if line is None or type(nbytes) is not int or nbytes <= 0:
             return self._allocate_slowly(nbytes, stream, assumed)
-        block = self.acquire(nbytes, line, assumed)
+        block = self.front.acquire(nbytes, line, assumed)
         if block is None:
             return self._allocate_slowly(nbytes, stream, assumed)
         try:
             allocation = Allocation(self, block, nbytes, stream)
-            if self.announce is not None:
-                self.announce(block.ptr, block.size, allocation)
+            if self.front.announce is not None:
+                self.front.announce(block.ptr, block.size, allocation)
         except BaseException:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
             self.frees.append((block, block.generation, None))
             raise
         return allocation
-
-    def acquire(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
-        """The hot path: a block of exactly the size asked for (> 0) that the stream freed before.
-
-        None: there is none, or something has to be looked at first; then `obtain` serves.  No driver call, but for
-        the marks that are due (R13).  For integrations, which know the stream's timeline already.
-        """
-        if self._careful or self._inside():
-            return None
-        size = (nbytes + 511) & -512
-        block: Block | None = None
-        try:
-            with self._section:
-                due = self._drain() if self.frees else False
-                sizes = None if due else self._bins[assumed].get(line)  # a line of another device finds nothing
-                if sizes is not None:
-                    bin_ = sizes.get(size)
-                    if bin_:
-                        # Without a call from here to the end of the section, so that Ctrl-C comes before or after it.
-                        block = bin_[-1]
-                        del bin_[-1]
-                        bin_.hits += 1
-                        block.requested = nbytes
-                        accounts = self._accounts
-                        accounts.requested_sum += nbytes
-                        accounts.allocated = allocated = accounts.allocated + size
-                        if allocated > accounts.high:
-                            accounts.high = allocated
-        except BaseException:
-            if block is not None:
-                self.frees.append((block, block.generation, None))
-            raise
-        if due:  # before a block is taken: whatever fails here loses none
-            with shield:
-                self._settling.seal()
-        return block
 
     def obtain(self, nbytes: int, line: Timeline, given: int | None, assumed: bool) -> Block:
         """Everything but a hit: look at what has to be looked at, and climb the ladder.  LIVE, and accounted for.
@@ -239,7 +210,7 @@ class CachingAllocator:
         return block
 
     def _obtain(self, nbytes: int, line: Timeline, given: int | None, assumed: bool) -> Block:
-        if self._careful:
+        if self.front.careful:
             inside = self._look_out(line, given)
             if inside is not line:
                 line, given = inside, None
@@ -252,8 +223,8 @@ class CachingAllocator:
             self._settling.seal((line, given))
         with self._lock:
             sizes = self._shelves.bins[assumed].get(line)
-            bin_ = sizes.get(size) if sizes is not None else None
-            block = bin_.pop() if bin_ else None
+            bin_ = sizes.by_size.get(size) if sizes is not None else None
+            block = bin_.blocks.pop() if bin_ is not None and bin_.blocks else None
             if block is not None:
                 self._accounts.hand_out(block, nbytes, "same_stream")
         if block is None:
@@ -284,8 +255,8 @@ class CachingAllocator:
             allocation = Allocation(self, block, nbytes, face)
             if face.fast is None:
                 allocation.kept = line.keeper  # a foreign object: while this lives, the stream has not ended (R9)
-            if self.announce is not None:
-                self.announce(block.ptr, block.size, allocation)
+            if self.front.announce is not None:
+                self.front.announce(block.ptr, block.size, allocation)
         except BaseException:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
             self.frees.append((block, block.generation, None))
             raise
@@ -318,7 +289,7 @@ class CachingAllocator:
             block = self._ladder.climb(request)
         finally:
             if registry.lost is not None:
-                self._careful = True
+                self.front.careful = True
         if block is None:
             self._accounts.out_of_memory += 1
             raise self._out_of_memory(request, "nothing more can be freed, waited for or taken from the driver")
@@ -374,7 +345,7 @@ class CachingAllocator:
         if self._growth.limit and self._growth.held > self._growth.limit:
             self._shrink()
         elif not self._always_careful:
-            self._careful = False
+            self.front.careful = False
             if (
                 self._closed
                 or self._registry.lost is not None
@@ -382,7 +353,7 @@ class CachingAllocator:
                 or captures.active
                 or (self._growth.limit and self._growth.held > self._growth.limit)
             ):
-                self._careful = True  # another thread has just set it
+                self.front.careful = True  # another thread has just set it
         return inside
 
     # -- the other calls of an allocation --------------------------------------------------------
@@ -430,7 +401,7 @@ class CachingAllocator:
         allocation._generation = -1
         self.frees.append((allocation._block, generation, named))
         allocation.kept = None
-        if handle is not None or self._careful or len(self.frees) >= 64:
+        if handle is not None or self.front.careful or len(self.frees) >= 64:
             self._after_free(line, handle)
 
     @shielded
@@ -471,12 +442,12 @@ class CachingAllocator:
 
     def look_out(self) -> None:
         """Something has to be looked at before the next allocation: the context is lost, say.  Lock-free."""
-        self._careful = True
+        self.front.careful = True
 
     @shielded
     def capture_begins(self, capture: Capture) -> None:
         """A hook reports a capture: it may use whatever is live (R10)."""
-        self._careful = True  # before the bins are emptied: later hits must see it
+        self.front.careful = True  # before the bins are emptied: later hits must see it
         self._capturing.begins(capture)
 
     @shielded
@@ -528,7 +499,7 @@ class CachingAllocator:
         if self._growth.unreleased:
             self._growth.release("trim", 0)
         if self._registry.lost is not None:
-            self._careful = True
+            self.front.careful = True
 
     @property
     def reserved_bytes(self) -> int:
@@ -605,7 +576,11 @@ class CachingAllocator:
         with self._lock:
             self._frees.drain()
             binned = {
-                id(b) for bins in self._shelves.bins for sizes in bins.values() for bin_ in sizes.values() for b in bin_
+                id(b)
+                for bins in self._shelves.bins
+                for s in bins.values()
+                for bin_ in s.by_size.values()
+                for b in bin_.blocks
             }
             try:
                 self._heap.check()
@@ -660,12 +635,12 @@ class CachingAllocator:
         with self._lock:
             self._growth.limit = nbytes
         if nbytes and self._growth.held > nbytes:
-            self._careful = True
+            self.front.careful = True
             self._shrink()
 
     def _shrink(self) -> None:
         if self._give_back("limit", self._growth.limit) == 0 and self._growth.held > self._growth.limit:
-            self._careful = True
+            self.front.careful = True
 
     @shielded
     def settle(self) -> None:
@@ -714,7 +689,7 @@ class CachingAllocator:
         """
         if self._closed:
             return
-        self._closed = self._careful = True
+        self._closed = self.front.careful = True
         _pools.discard(self)
         self._stay_listed()
         found: list[CorruptionError] = []
@@ -778,7 +753,7 @@ class CachingAllocator:
         # Nobody can allocate from it any more, and every allocation from it has gone (each holds its pool).
         # A finaliser only queues (DESIGN 5): the next public call of any pool gives the memory back.
         if getattr(self, "_closed", True) is False:
-            self._closed = self._careful = self._listed = True
+            self._closed = self.front.careful = self._listed = True
             leave(self)
 
     def __repr__(self) -> str:
@@ -855,7 +830,7 @@ _EMPTY = Block(0, 0, 0)
 def _after_fork_in_child() -> None:
     forget_all()
     for pool in list(_pools):
-        pool._careful = True  # the next allocation raises ForkError before it touches a lock
+        pool.front.careful = True  # the next allocation raises ForkError before it touches a lock
 
 
 if hasattr(os, "register_at_fork"):

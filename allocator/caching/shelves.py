@@ -167,16 +167,17 @@ class Shelves:
                 sizes = bins.get(line)
                 if sizes is None:
                     continue
-                for bin_ in sizes.values():
-                    if not bin_:
+                for bin_ in sizes.by_size.values():
+                    blocks = bin_.blocks
+                    if not blocks:
                         continue
                     any_there = True
-                    while bin_:
-                        block = bin_.pop()
+                    while blocks:
+                        block = blocks.pop()
                         block.generation += 1
                         self.place(block)
                 if line.ended:  # later frees of its blocks see that it has ended, and pass the bins by
-                    for size, bin_ in bins.pop(line).items():
+                    for size, bin_ in bins.pop(line).by_size.items():
                         self.past_hits[size] += bin_.hits
         return any_there
 
@@ -187,8 +188,8 @@ class Shelves:
                 return
             n = min(most, n)
             most -= n
-            blocks = bin_[:n]
-            del bin_[:n]
+            blocks = bin_.blocks[:n]
+            del bin_.blocks[:n]
             for block in blocks:
                 block.generation += 1
                 self.place(block)
@@ -198,22 +199,23 @@ class Shelves:
         completed = self._registry.context.completed
         for bins in self.bins:
             for sizes in list(bins.values()):
-                for bin_ in sizes.values():
-                    if bin_ and (n := self.finished_in(bin_, completed)):
+                for bin_ in sizes.by_size.values():
+                    if bin_.blocks and (n := self.finished_in(bin_, completed)):
                         yield bin_, n
 
     def finished_in(self, bin_: Bin, context_completed: int) -> int:
         """How many blocks of a bin, from its bottom, are known to be finished.  O(log n): seqnos only grow."""
         number = bin_.owner.number
         line = self._registry.lines.get(number)
+        blocks = bin_.blocks
         if line is None:
-            n = len(bin_)
-        elif bin_[0].stamp.at[number] > line.completed:
+            n = len(blocks)
+        elif blocks[0].stamp.at[number] > line.completed:
             return 0
         else:
-            n = bisect_right(bin_, line.completed, key=lambda b: b.stamp.at[number])
+            n = bisect_right(blocks, line.completed, key=lambda b: b.stamp.at[number])
         if bin_.assumed:
-            n = min(n, bisect_right(bin_, context_completed, key=lambda b: b.stamp.at[CONTEXT]))
+            n = min(n, bisect_right(blocks, context_completed, key=lambda b: b.stamp.at[CONTEXT]))
         return n
 
     def refresh(self, most: int | None = None) -> bool:
@@ -264,7 +266,7 @@ class Shelves:
         lines = registry.lines
         numbers = self._watch.keys() | self.stamped
         for bins in self.bins:
-            numbers.update(owner.number for owner, sizes in bins.items() if any(sizes.values()))
+            numbers.update(owner.number for owner, sizes in bins.items() if sizes.any())
         return [line for line in map(lines.get, numbers) if line is not None and line.kind is not Kind.GRAPH]
 
     @property
@@ -276,13 +278,13 @@ class Shelves:
         if captures.dying:
             return True
         graphs = captures.numbers
-        return any(any(sizes.values()) for owner, sizes in self.bins[1].items() if owner.number not in graphs)
+        return any(sizes.any() for owner, sizes in self.bins[1].items() if owner.number not in graphs)
 
     def unsealed(self, line: Timeline) -> bool:
         """Has memory been freed on the stream that no event of ours is behind?  An upper bound.  O(seqnos watched)."""
         if line.number in self.stamped or any(seqno > line.sealed for seqno in self._watch.get(line.number, ())):
             return True
-        return any(any(bins[line].values()) for bins in self.bins if line in bins)
+        return any(bins[line].any() for bins in self.bins if line in bins)
 
     def retired(self) -> Iterator[Block]:
         """Every block in flight, bins apart."""
@@ -341,7 +343,7 @@ class Shelves:
             end = self._small_request + 1 if kind == SMALL else 1 << 62
             bin_ = sizes.best_fit(size, end if mine is None else min(end, mine.size))
             if bin_ is not None:
-                mine = bin_.pop()
+                mine = bin_.blocks.pop()
         return None if mine is None else self._serve(mine, line, size)
 
     @staticmethod
@@ -463,7 +465,7 @@ class Shelves:
         sizes = bins.get(owner)
         if sizes is None:
             sizes = bins[owner] = Bins()
-        found = sizes.get(size)
+        found = sizes.by_size.get(size)
         return found if found is not None else sizes.open(owner, size, assumed)
 
     def gather(self, line: Timeline, size: int, kind: int, assumed: bool) -> Block | None:
@@ -520,7 +522,7 @@ class Shelves:
         for bins in self.bins:
             for owner, sizes in list(bins.items()):
                 if owner.number in graphs:
-                    total += sum(len(bin_) * size for size, bin_ in list(sizes.items()))
+                    total += sum(len(bin_.blocks) * size for size, bin_ in list(sizes.by_size.items()))
         return total
 
     def parked_bytes(self) -> int:
@@ -563,8 +565,8 @@ class Shelves:
             assert id(block) in watched, ("not watched", block)
         for assumed, bins in enumerate(self.bins):
             for by, sizes in bins.items():
-                for size, bin_ in sizes.items():
-                    for block in bin_:
+                for size, bin_ in sizes.by_size.items():
+                    for block in bin_.blocks:
                         assert block.shelf is None and block.size == size and block.owner is by, block
                         names = {by.number, CONTEXT} if assumed else {by.number}
                         assert set(block.stamp.at) <= names, ("a bin holds its owner's only (R7)", block)

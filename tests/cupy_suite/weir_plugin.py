@@ -16,7 +16,7 @@ import pytest
 import allocator.cupy
 from allocator import CachingAllocator, Config
 from allocator.integrations.cupy import library
-from allocator.integrations.cupy.memory import Hook, Route
+from allocator.integrations.cupy.hook import Hook, Route
 from allocator.integrations.cupy.pool import MemoryPool
 
 

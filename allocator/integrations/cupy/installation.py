@@ -5,7 +5,7 @@
 
 Rule: the process has one installation, as CuPy has one allocator.  What a program did before still holds: limits set
 on CuPy's pool or in `CUPY_GPU_MEMORY_LIMIT`, an allocator that it chose itself after us.
-Next: memory.py (the hot path), watch.py (the streams).
+Next: hook.py (the hot path), watch.py (the streams).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from allocator.caching import CachingAllocator
 from allocator.config import Config
 from allocator.devices import CudaDevice, Device
 from allocator.integrations.cupy import library
-from allocator.integrations.cupy.memory import Hook, HookUse, Memory, Route
+from allocator.integrations.cupy.hook import Hook, Route
+from allocator.integrations.cupy.lease import HOOKS
+from allocator.integrations.cupy.memory import Memory
 from allocator.integrations.cupy.pool import MemoryPool
 from allocator.integrations.cupy.watch import Classes, Watch
 from allocator.streams import Registry
@@ -31,7 +33,6 @@ class Installation:
 
     def __init__(self, classes: Classes) -> None:
         self._lock = threading.RLock()
-        self._ask_stream: Callable[[], Any] = library.current_stream
         self._routes: dict[int, Route] = {}
         self._made: set[int] = set()
         """Devices whose pool is ours, not the user's."""
@@ -40,7 +41,7 @@ class Installation:
         self._before: tuple[Any, Any] | None = None
         """(allocator, default pool) that CuPy had before; None while not installed."""
         self._simulated: Device | None = None
-        self.hook = Hook(self._current_stream, self._route_of, null=library.Stream.null)
+        self.hook = Hook(library.current_stream, self._route_of, null=library.Stream.null)
         self.malloc = self.hook.malloc
         """CuPy's allocator: one object for the life of the process."""
         self.face = MemoryPool(self.pool_now, self.malloc)
@@ -58,10 +59,10 @@ class Installation:
         if current_stream is not None and not callable(current_stream):
             raise TypeError("current_stream must be callable and return the stream to allocate on")
         with self._lock:
-            before = (self._ask_stream, self._simulated, self.hook.alone, dict(self._routes), set(self._made))
+            before = (self.hook.current_stream, self._simulated, self.hook.alone, dict(self._routes), set(self._made))
             try:
                 if current_stream is not None:
-                    self._ask_stream = current_stream
+                    self.hook.current_stream = current_stream
                 if pool is not None:
                     self._use(pool)
                 elif self._simulated is None:
@@ -72,7 +73,7 @@ class Installation:
                 found = (library.get_allocator(), library.default_pool())
                 library.set_allocator(self.malloc)  # ValueError inside `using_allocator`
             except BaseException:
-                self._ask_stream, self._simulated, self.hook.alone, self._routes, self._made = before
+                self.hook.current_stream, self._simulated, self.hook.alone, self._routes, self._made = before
                 raise
             if first:
                 self._before = found
@@ -111,7 +112,7 @@ class Installation:
             for ordinal in list(self._routes):
                 self._retire(ordinal)
             self._simulated = None
-            self._ask_stream = library.current_stream
+            self.hook.current_stream = library.current_stream
             self._past = [pool for pool in self._past if not _at_rest(pool)]
             if not self._past:  # else a stream that nobody saw could use an array of ours
                 self.watch.stop()
@@ -132,9 +133,6 @@ class Installation:
         """The current device's pool, made at first use."""
         alone = self.hook.alone
         return (alone if alone is not None else self._route(self._device_now())).pool
-
-    def _current_stream(self) -> Any:
-        return self._ask_stream()
 
     def _device_now(self) -> int:
         return self._simulated.ordinal if self._simulated is not None else library.current_device()
@@ -197,8 +195,9 @@ class Installation:
                 f"the array's memory is not Weir's but a {type(memory).__name__}: it was made before install(), or by "
                 "another allocator, which has its own rules"
             )
-        if memory.ptr:
-            memory.pool.declare_use(memory, stream)
+        lease = memory.lease
+        if memory.ptr and lease is not None:
+            lease.pool.declare_use(lease, stream)
 
 
 def ordinal_is_current(ordinal: int) -> bool:
@@ -220,4 +219,4 @@ def _at_rest(pool: CachingAllocator) -> bool:
 
 
 def _memory_hooks_are_in_use() -> None:
-    HookUse.seen = True
+    HOOKS.seen = True

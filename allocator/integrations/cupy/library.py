@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise ImportError(f'CuPy could not be imported ({error}): pip install "weir-allocator[cupy]"') from error
 
-BaseMemory: Any = memory.BaseMemory
+UnownedMemory: Any = memory.UnownedMemory
 MemoryPointer: Any = memory.MemoryPointer
 MemoryPool: Any = memory.MemoryPool
 OutOfMemoryError: Any = memory.OutOfMemoryError

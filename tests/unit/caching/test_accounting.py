@@ -105,7 +105,7 @@ def test_what_has_finished_in_a_bin_counts_as_idle_before_it_is_moved(gpu: SimDe
     held.clear()
     pool.drain_frees()
     stats = read(pool, most=0)  # nothing is moved
-    assert sum(len(bin_) for sizes in pool._shelves.bins[0].values() for bin_ in sizes.values()) == 50
+    assert sum(len(b.blocks) for sizes in pool._shelves.bins[0].values() for b in sizes.by_size.values()) == 50
     assert (stats.in_flight_bytes, stats.stream_idle_bytes["s"]) == (0, 50 * KIB)
     assert stats.blocks["retired"] == 0
     assert stats.blocks["idle"] >= 50

@@ -168,7 +168,7 @@ def test_without_the_option_nothing_is_filled_or_read(lab: Lab) -> None:
     pool.check()
     assert not {"cuMemsetD8Async", "cuMemcpyDtoHAsync"} & set(lab.gpu.calls)
     assert (pool.corruptions, pool.damaged_bytes) == (0, 0)
-    assert not isinstance(pool._shelves, CheckedShelves) and not pool._careful
+    assert not isinstance(pool._shelves, CheckedShelves) and not pool.front.careful
 
 
 def test_the_environment_switches_it_on() -> None:

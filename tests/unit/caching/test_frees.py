@@ -89,7 +89,7 @@ def test_r7_a_bin_holds_its_owners_blocks_only(gpu: SimDevice, pool: CachingAllo
     a.record_stream(reader)
     a.close()
     pool.check()
-    assert not any(bin_ for bins in pool._bins for sizes in bins.values() for bin_ in sizes.values())
+    assert not any(sizes.any() for bins in pool._shelves.bins for sizes in bins.values())
     assert pool.allocate(1024, stream=owner).ptr != a.ptr
 
 
@@ -99,7 +99,7 @@ def test_r7_a_stream_that_has_ended_has_no_bin(gpu: SimDevice, pool: CachingAllo
     s.close()
     a.close()
     pool.check()
-    assert not any(bin_ for bins in pool._bins for sizes in bins.values() for bin_ in sizes.values())
+    assert not any(sizes.any() for bins in pool._shelves.bins for sizes in bins.values())
     assert pool.stats().in_flight_bytes == 0
 
 

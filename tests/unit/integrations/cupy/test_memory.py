@@ -12,7 +12,8 @@ import cupy
 import pytest
 
 from allocator import CachingAllocator, SimDevice
-from allocator.integrations.cupy.memory import HookUse, Memory
+from allocator.integrations.cupy.lease import HOOKS
+from allocator.integrations.cupy.memory import Memory
 from tests.unit.integrations.cupy.conftest import Start
 from tests.unit.integrations.cupy.fakes import FakeCupy, array, span
 
@@ -254,7 +255,7 @@ class Listener(cupy.cuda.MemoryHook):  # type: ignore[misc]  # CuPy's classes ha
 
 
 def test_memory_hooks_hear_what_cupys_own_pool_would_tell_them(pool: CachingAllocator) -> None:
-    HookUse.seen = True
+    HOOKS.seen = True
     with Listener() as listener:
         a = cupy.cuda.alloc(1000)
         memory, ptr = id(a.mem), a.ptr
@@ -283,7 +284,7 @@ def test_memory_hooks_hear_what_cupys_own_pool_would_tell_them(pool: CachingAllo
 def test_cupys_own_line_profile_adds_up(pool: CachingAllocator) -> None:
     import io
 
-    HookUse.seen = True
+    HOOKS.seen = True
     hook = cupy.cuda.memory_hooks.LineProfileHook()
     del [cupy.cuda.alloc(1000)][0]
     with hook:
@@ -296,7 +297,7 @@ def test_cupys_own_line_profile_adds_up(pool: CachingAllocator) -> None:
 
 def test_memory_hooks_hear_of_an_allocation_that_fails(start: Start) -> None:
     start(limit=2 * MIB, wait_timeout=0.0)
-    HookUse.seen = True
+    HOOKS.seen = True
     with Listener() as listener, pytest.raises(cupy.cuda.memory.OutOfMemoryError):
         cupy.cuda.alloc(4 * MIB)
     assert [name for name, _ in listener.heard] == [
@@ -315,7 +316,7 @@ def test_a_memory_hook_that_raises_at_a_free_loses_no_memory(pool: CachingAlloca
         def free_preprocess(self, **named: int) -> None:
             raise RuntimeError("broken")
 
-    HookUse.seen = True
+    HOOKS.seen = True
     with Broken():
         a = array(4096)
         del a

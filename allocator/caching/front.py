@@ -1,0 +1,104 @@
+"""The hot path, and nothing else: an exact size that the same stream freed before, from a bin, with no driver call.
+
+Everything a hit touches is an attribute here, so that `acquire` can be compiled unchanged (docs/decisions/0016).
+Whatever is not plain, in the state of the pool or in the request, is left to `CachingAllocator.obtain`.
+
+Ctrl-C raises between any two steps of interpreted code: each step here leaves the block in a bin or with somebody.
+Next: pool.py (the rest of an allocation), frees.py (how blocks come back).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from allocator.blocks import Bins, Block, Owner
+from allocator.caching.accounting import Accounts
+from allocator.caching.frees import Frees
+from allocator.caching.shelves import Shelves
+from allocator.streams import Timeline
+from allocator.sync import LockLike, inner_of, shield
+
+
+class Front:
+    """What serves hits.  uses: None, or what `Config.uses` says for every caller.  seal: what is due now and then.
+
+    careful: something has to be looked at before an allocation (closed, forked, over the limit, captures): no hits.
+    """
+
+    __slots__ = (
+        "_accounts",
+        "_assumed",
+        "_declared",
+        "_frees",
+        "_inside",
+        "_queue",
+        "_seal",
+        "_section",
+        "announce",
+        "careful",
+    )
+
+    def __init__(
+        self,
+        lock: LockLike,
+        shelves: Shelves,
+        frees: Frees,
+        accounts: Accounts,
+        uses: bool | None,
+        seal: Callable[[], object],
+    ) -> None:
+        section, inside = inner_of(lock)
+        self._section: Any = section
+        self._inside: Any = inside
+        self._accounts = accounts
+        self._frees = frees
+        self._queue: Any = frees.queue
+        self._seal: Any = seal
+        declared, assumed = shelves.bins
+        self._declared: dict[Owner, Bins] = assumed if uses else declared
+        self._assumed: dict[Owner, Bins] = declared if uses is False else assumed
+        self.careful = False
+        self.announce: Any = None
+        """What a device that watches is told of each hand-out: (ptr, size, whoever holds it); None for none."""
+
+    def acquire(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
+        """A block of exactly the size asked for (> 0) that the stream freed before; None: ask `obtain`.
+
+        No driver call, but for the marks that are due (R13).  Raises DriverError from those.
+        """
+        if self.careful or self._inside():
+            return None
+        size = (nbytes + 511) & -512
+        block: Block | None = None
+        due = False
+        try:
+            with self._section:
+                if self._queue:
+                    due = self._frees.drain()
+                if not due:
+                    sizes = (self._assumed if assumed else self._declared).get(line)
+                    if sizes is not None:  # a line of another device finds nothing
+                        bin_ = sizes.by_size.get(size)
+                        if bin_ is not None:
+                            blocks = bin_.blocks
+                            if blocks:
+                                # Without a call from here to the end of the section: Ctrl-C comes before or after it.
+                                block = blocks[-1]
+                                del blocks[-1]
+                                bin_.hits += 1
+                                block.requested = nbytes
+                                accounts = self._accounts
+                                accounts.requested_sum += nbytes
+                                allocated = accounts.allocated + size
+                                accounts.allocated = allocated
+                                if allocated > accounts.high:
+                                    accounts.high = allocated
+        except BaseException:
+            if block is not None:
+                self._queue.append((block, block.generation, None))
+            raise
+        if due:  # before a block is taken: whatever fails here loses none
+            with shield:
+                self._seal()
+        return block

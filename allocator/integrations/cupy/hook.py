@@ -1,0 +1,172 @@
+"""The allocator that CuPy calls.
+
+CuPy asks for bytes and says nothing else: the stream is its current one, the device that stream's.  Its programs
+declare no uses: every stream seen is an assumed user (R3), which watch.py sees to.
+Hot path: `Hook.malloc`, `Front.acquire`, `Lease.__del__`.
+Next: memory.py (what arrays hold), watch.py (which streams there are), pool.py (the pool that CuPy users know).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from allocator.blocks import Block
+from allocator.caching import CachingAllocator
+from allocator.devices import PER_THREAD
+from allocator.errors import OutOfMemoryError, Reentered
+from allocator.integrations.cupy import library
+from allocator.integrations.cupy.lease import HOOKS, Lease
+from allocator.integrations.cupy.memory import Memory
+from allocator.sizes import check_request, round_up
+from allocator.streams import Registry, Stream, Timeline, target
+
+MemoryPointer = library.MemoryPointer
+HOOKS.registered = library.get_memory_hooks
+
+
+class Route:
+    """One device's pool, with what the hot path needs of its streams."""
+
+    __slots__ = ("frees", "front", "legacy", "ordinal", "owners", "pool", "registry")
+
+    def __init__(self, pool: CachingAllocator) -> None:
+        self.pool = pool
+        self.front = pool.front
+        self.frees = pool.frees
+        self.ordinal = pool.device.ordinal
+        self.registry = Registry.of(pool.device)
+        self.owners = self.registry.owners
+        self.legacy = self.registry.legacy
+
+
+class Hook:
+    """CuPy's allocator.  current_stream: what says on which stream memory is asked for.
+
+    route_of: the pool for a stream.  alone: the one route, where there is only one device.
+    null: CuPy's object for the legacy stream.
+    """
+
+    def __init__(
+        self, current_stream: Callable[[], Any], route_of: Callable[[Any], Route], *, null: object = None
+    ) -> None:
+        self.current_stream = current_stream
+        self._route_of = route_of
+        self._null = null
+        self.alone: Route | None = None
+        self.before_any: Callable[[], None] = lambda: None
+        """Called before memory may come from another stream: what was seen late has to be known by then."""
+
+    def malloc(self, nbytes: int) -> Any:
+        """A `MemoryPointer` to at least `nbytes` bytes for use on the current stream.
+
+        0 bytes are pointer 0.  Driver calls: those of `CachingAllocator.allocate`.  Raises CuPy's
+        OutOfMemoryError, and what `allocate` raises otherwise.
+        """
+        if HOOKS.seen and HOOKS.registered():
+            return self._malloc_watched(nbytes)
+        stream = self.current_stream()
+        route = self.alone
+        if route is None:
+            route = self._route_of(stream)
+        line = route.owners.get(id(stream))
+        if line is None or line.owner is not stream or line.ended:
+            line = route.legacy if stream is self._null else _at_once(stream, route)
+        if line is None or type(nbytes) is not int or nbytes <= 0:
+            return MemoryPointer(self._take_slowly(nbytes, stream, route), 0)
+        block: Block | None = None
+        try:
+            front = route.front
+            block = front.acquire(nbytes, line, True)
+            if block is not None:
+                lease = Lease(route.pool, route.frees, block, line.owner if line.keep else None)
+                memory = Memory(block.ptr, block.size, lease, route.ordinal)
+                if front.announce is not None:
+                    front.announce(block.ptr, block.size, memory)
+                return MemoryPointer(memory, 0)
+        except BaseException as error:
+            if block is not None:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
+                route.frees.append((block, block.generation, None))
+            if not isinstance(error, Reentered):
+                raise
+        return MemoryPointer(self._take_slowly(nbytes, stream, route), 0)
+
+    def _take_slowly(self, nbytes: int, stream: object, route: Route) -> Any:
+        """Everything but a hit.  Nothing that fails here leaves memory behind, nor a reference in its error (S07).
+
+        A finaliser that the collector runs inside our own locked section cannot be served from the pool that is being
+        changed: it gets memory of its own from the runtime, as if there were no pool.
+        """
+        try:
+            return self._take(check_request(nbytes), stream, route)
+        except Reentered:
+            return library.memory_without_a_pool(nbytes)
+
+    def _take(self, nbytes: int, stream: object, route: Route) -> Any:
+        if nbytes == 0:
+            return Memory(0, 0, None, route.ordinal)
+        self.before_any()
+        pool = route.pool
+        line, given = target(pool.device, stream)
+        failure: tuple[int, int, int, str] | None = None
+        block: Block | None = None
+        memory: Memory | None = None
+        try:
+            block = pool.obtain(nbytes, line, given, True)
+            lease = Lease(pool, route.frees, block, line.keeper)
+            memory = Memory(block.ptr, block.size, lease, route.ordinal)
+            if route.front.announce is not None:
+                route.front.announce(block.ptr, block.size, memory)
+        except OutOfMemoryError as error:
+            failure = (round_up(nbytes), error.stats["reserved"], error.limit, str(error))
+        except BaseException:
+            if block is not None:
+                route.frees.append((block, block.generation, None))
+            raise
+        if failure is not None:
+            raise _out_of_memory(*failure)
+        return memory
+
+    def _malloc_watched(self, nbytes: int) -> Any:
+        """The same with CuPy's memory hooks told, in the order and with the arguments of its own pool.
+
+        "Allocated from the GPU" is, as with that pool, what no array has had before; it is told after the fact.
+        """
+        stream = self.current_stream()
+        route = self.alone if self.alone is not None else self._route_of(stream)
+        nbytes = check_request(nbytes)
+        rounded, device = round_up(nbytes), route.ordinal
+        hooks = list(HOOKS.registered().values())
+        for hook in hooks:
+            hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=rounded)
+        memory: Any = None
+        before = route.pool.new_memory_allocations
+        try:
+            memory = self._take_slowly(nbytes, stream, route)
+        finally:
+            new = route.pool.new_memory_allocations != before
+            ptr, key = (memory.ptr, id(memory)) if memory is not None else (0, 0)
+            if isinstance(memory, Memory) and memory.lease is not None:
+                memory.lease.key = key
+            if new or memory is None:
+                for hook in hooks:
+                    hook.alloc_preprocess(device_id=device, mem_size=rounded)
+                for hook in hooks:
+                    hook.alloc_postprocess(device_id=device, mem_size=rounded, mem_ptr=ptr)
+            for hook in hooks:
+                hook.malloc_postprocess(device_id=device, size=nbytes, mem_size=rounded, mem_ptr=ptr, pmem_id=key)
+        return MemoryPointer(memory, 0)
+
+
+def _at_once(stream: Any, route: Route) -> Timeline | None:
+    """The timeline of a stream that is no CuPy object of its own, where no driver call is needed to tell."""
+    if type(stream) is Stream:
+        return stream.fast
+    return route.registry.per_thread_if_known() if getattr(stream, "ptr", 0) == PER_THREAD else None
+
+
+def _out_of_memory(size: int, total: int, limit: int, text: str) -> Exception:
+    """CuPy's own error, with our numbers as a note."""
+    error: Exception = library.OutOfMemoryError(size, total, limit)
+    error.add_note(text)
+    return error
