@@ -8,6 +8,8 @@ Next: operations.py and workloads.py (what is done), hammer.py (real threads), l
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from allocator.stress.curves import write as write_curves
 from allocator.stress.hammer import SHARE, Hammer, Outcome, Plan
 from allocator.stress.operations import Op, Recording, RecordingError, Setting, Step, read_recording
@@ -18,10 +20,16 @@ from allocator.stress.soak import MEASURED, Growth, Sample, SampleFile, Sampler,
 from allocator.stress.targets import Target, open_target
 from allocator.stress.workloads import WORKLOADS, Shape, Workload
 
+if TYPE_CHECKING:
+    from allocator.stress.benchmarks.cases import Settings as BenchSettings
+    from allocator.stress.benchmarks.session import Session as BenchSession
+
 __all__ = [
     "MEASURED",
     "SHARE",
     "WORKLOADS",
+    "BenchSession",
+    "BenchSettings",
     "Growth",
     "Hammer",
     "Op",
@@ -53,3 +61,15 @@ __all__ = [
     "verdict",
     "write_curves",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "BenchSession":  # at first use: what is measured brings libraries that breaking a pool does without
+        from allocator.stress.benchmarks.session import Session
+
+        return Session
+    if name == "BenchSettings":
+        from allocator.stress.benchmarks.cases import Settings
+
+        return Settings
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Final, NoReturn
 
-from allocator.cli import dashboard, doctor, replay, run, serve, stress, top
+from allocator.cli import bench, dashboard, doctor, replay, run, serve, stress, top
 from allocator.cli.status import USAGE
 from allocator.errors import AllocatorError
 
-_COMMANDS: Final = (replay, run, serve, top, stress, dashboard, doctor)
+_COMMANDS: Final = (replay, run, serve, top, stress, bench, dashboard, doctor)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,7 +1,8 @@
 """Benchmarks: every figure is a ratio against something that runs beside it, interleaved, by medians.
 
-Run one with `python -m allocator.stress.benchmarks NAME`; `--json` prints one object for docs/results.
-Rule: a benchmark is never a test.  Times on shared machines drift; ratios of interleaved runs drift less.
+Run them with `weir bench`, or one with `python -m allocator.stress.benchmarks NAME`; docs/benchmarks.md says what each
+measures and how to read it.  Rule: a benchmark is never a test.  Times on shared machines drift; ratios of interleaved
+runs drift less.
 
-Next: timing.py (how), hot_path.py, best_fit.py, replays.py (what).
+Next: cases.py (what a benchmark is), runner.py (who runs when), session.py (a whole run), registry.py (all of them).
 """

@@ -1,26 +1,19 @@
-"""`python -m allocator.stress.benchmarks NAME... [--json]`: run benchmarks and print ratios."""
+"""`python -m allocator.stress.benchmarks NAME... [--json]`: run benchmarks on the simulator and print ratios.
+
+`weir bench` does the same, on a GPU too, with a picture.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import allocator
-from allocator.stress.benchmarks import best_fit, hot_path, live_page, replays, scrape_cost, scrapes
-
-BENCHMARKS: dict[str, tuple[str, Callable[[], tuple[str, dict[str, Any]]]]] = {
-    "hot-path": ("alloc + free of an exact size against a floor", hot_path.main),
-    "best-fit": ("a miss with split and merge against a bare SortedList", best_fit.main),
-    "live-page": ("the live page in a headless Chromium: load and update", live_page.main),
-    "replay-ratios": ("reserved over live for the traces, over 15 speeds", replays.ratios),
-    "replay-rows": ("replay speed, and the cost of a row as traces grow", replays.rows),
-    "scrape-cost": ("one scrape of 100,000 blocks and 200 streams, with backlogs", scrape_cost.main),
-    "scrapes": ("an allocating thread while clients scrape over HTTP", scrapes.main),
-}
+from allocator.stress.benchmarks import report
+from allocator.stress.benchmarks.cases import Settings
+from allocator.stress.benchmarks.registry import BENCHMARKS, chosen
+from allocator.stress.benchmarks.session import Session
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,26 +21,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m allocator.stress.benchmarks",
         description="Benchmarks on the simulator: ratios of interleaved runs.",
-        epilog="\n".join(f"{name:14} {text}" for name, (text, _) in BENCHMARKS.items()),
+        epilog="\n".join(f"{name:14} {one.about}" for name, one in BENCHMARKS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="which; all if none is named")
     parser.add_argument("--json", action="store_true", help="one JSON object a benchmark on stdout")
+    parser.add_argument("--quick", action="store_true", help="small cases, for a first look")
     options = parser.parse_args(argv)
-    unknown = [name for name in options.names if name not in BENCHMARKS]
-    if unknown:
-        parser.error(f"unknown benchmark {unknown[0]!r}; known: {', '.join(BENCHMARKS)}")
-    for name in options.names or BENCHMARKS:
-        text, figures = BENCHMARKS[name][1]()
+    try:
+        benchmarks = chosen(options.names or BENCHMARKS)
+    except ValueError as error:
+        parser.error(str(error))
+    settings = Settings(repeats=2, seconds=0.01, quick=True) if options.quick else Settings(repeats=15)
+    for benchmark in benchmarks:
+        session = Session([benchmark.name], settings)
+        results = session.run()
         if options.json:
             about = {
-                "python": platform.python_version(),
-                "machine": platform.machine(),
-                "version": allocator.__version__,
+                "python": session.about["versions"]["python"],
+                "machine": session.about["hardware"]["machine"],
+                "version": session.about["weir"],
             }
-            print(json.dumps({"benchmark": name, **about, "figures": figures}))
+            figures = [report.case(one) for one in results.measured]
+            told = {"skipped": results.skipped, "failed": results.failed}
+            print(json.dumps({"benchmark": benchmark.name, **about, "figures": figures, **told}))
         else:
-            print(text)
+            results.left_out.clear()  # `weir bench` tells of those
+            print(report.table(results))
+        if session.failed:
+            return 1
     return 0
 
 

@@ -1,29 +1,35 @@
 """A best-fit miss with split and merge, against what sortedcontainers alone takes for the same changes.
 
-The bare contender keeps one `SortedList` of (size, address) and does only what the index cannot avoid: find the
-smallest block that fits and take it out, put the rest in, take the rest out again, put the whole back.
-`blocks` is the layer that does it here: `BestFit` and `Heap`, with byte totals, neighbours and shelves kept right.
-`pool` is a whole `allocate` and free, from the argument checks to the race-free stamp, on the simulator.
+    bare    one `SortedList` of (size, address), and only what the index cannot avoid: find the smallest block that fits
+            and take it out, put the rest in, take the rest out again, put the whole back
+    blocks  the layer that does it here: `BestFit` and `Heap`, with byte totals, neighbours and shelves kept right
+    pool    a whole `allocate` and free, from the argument checks to the race-free stamp, on the simulator
+
+Free blocks are even multiples of 512 bytes and requests odd ones, so that with ever so many blocks no request finds
+its exact size.  Between two free blocks lies one in use: none touches another.
 """
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sortedcontainers import SortedList
 
 from allocator import CachingAllocator, Config, SimDevice, Stream
 from allocator.blocks import IDLE, LARGE, BestFit, Heap, Segment
-from allocator.stress.benchmarks.timing import Timing, interleaved, lines
+from allocator.stress.benchmarks.cases import Case, Contender, Stage
+from allocator.stress.benchmarks.core import open_pool
+from allocator.stress.benchmarks.loops import Run
 
-COUNTS = (1_000, 100_000)
+COUNTS = (100, 1_000, 10_000, 100_000, 1_000_000)
 SMALLEST, LARGEST = 1024, 8192
 """Sizes of the free blocks, in units of 512 bytes."""
 
 
-def bare(blocks: list[tuple[int, int]], sizes: list[int]) -> Callable[[int], None]:
+def bare(blocks: list[tuple[int, int]], sizes: list[int]) -> Run:
     """The changes of one miss on a bare `SortedList`."""
     index = SortedList(blocks)
 
@@ -39,7 +45,7 @@ def bare(blocks: list[tuple[int, int]], sizes: list[int]) -> Callable[[int], Non
     return run
 
 
-def layer(blocks: list[tuple[int, int]], sizes: list[int]) -> Callable[[int], None]:
+def layer(blocks: list[tuple[int, int]], sizes: list[int]) -> Run:
     """The same through `BestFit` and `Heap`."""
     heap, index = Heap(joined=True), BestFit()
     for size, ptr in blocks:
@@ -61,58 +67,59 @@ def layer(blocks: list[tuple[int, int]], sizes: list[int]) -> Callable[[int], No
     return run
 
 
-def whole(count: int, sizes: list[int], rng: random.Random) -> Callable[[int], None]:
-    """The same through a pool with that many free blocks, none of which touches another."""
+@contextmanager
+def fragmented(blocks: list[tuple[int, int]]) -> Iterator[tuple[CachingAllocator, Stream]]:
+    """A pool with free blocks of these sizes, none of which touches another."""
     gpu = SimDevice(memory=1 << 42)
-    pool = CachingAllocator(gpu, Config(large_page=1 << 30))
-    pool.announce = None  # the oracle is the simulator's, not the allocator's
-    stream = Stream(gpu)
-    between, free = [], []
-    for _ in range(count):
-        free.append(pool.allocate(512 * rng.randrange(SMALLEST, LARGEST), stream))
-        between.append(pool.allocate(600 * 512, stream))
-    pool.allocate(1 << 20, Stream(gpu)).close()  # several streams share: large blocks go through the index
-    free.clear()
-    gpu.run_until_idle()
-    while pool.stats().blocks["idle"] < count:
-        pass  # each reading moves some blocks out of the bins
+    with open_pool(gpu, Config(large_page=1 << 30)) as pool:
+        stream = Stream(gpu)
+        between, free = [], []
+        gc.disable()  # the collector would walk what is being built again and again
+        try:
+            for size, _ in blocks:
+                free.append(pool.allocate(size, stream))
+                between.append(pool.allocate(600 * 512, stream))
+        finally:
+            gc.enable()
+        pool.allocate(1 << 20, Stream(gpu)).close()  # several streams share: large blocks go through the index
+        free.clear()
+        gpu.run_until_idle()
+        pool.trim(keep=1 << 62)  # nothing goes, but all finished blocks come out of the bins
+        yield pool, stream
+        between.clear()
 
-    def run(n: int, kept: object = between) -> None:
+
+def miss(pool: CachingAllocator, stream: Stream, sizes: list[int]) -> Run:
+    """A whole allocation and its end."""
+
+    def run(n: int) -> None:
         for i in range(n):
             pool.allocate(sizes[i % len(sizes)], stream)
 
     return run
 
 
-def measure(count: int, rounds: int = 15, operations: int = 4_000) -> dict[str, Timing]:
-    """The timings at `count` free blocks, by contender."""
+def best_fit(stage: Stage) -> Iterator[Case]:
+    """By the number of free blocks."""
+    for count in stage.choose(COUNTS, COUNTS[:2]):
+        blocks, sizes = draw(count)
+        with fragmented(blocks) as (pool, stream):
+            contenders = [
+                Contender("bare", bare(blocks, sizes)),
+                Contender("blocks", layer(blocks, sizes)),
+                Contender("pool", miss(pool, stream, sizes)),
+            ]
+            yield Case(f"{count:,} free blocks", contenders, "bare", at=count, operations=200, warm=20)
+
+
+def draw(count: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """(free blocks as (size, address), sizes to ask for)."""
     rng = random.Random(count)
     blocks, at = [], 1 << 40
     for _ in range(count):
-        size = 512 * rng.randrange(SMALLEST, LARGEST)
+        size = 1024 * rng.randrange(SMALLEST // 2, LARGEST // 2)
         blocks.append((size, at))
         at += size + (1 << 20)
-    most = max(size for size, _ in blocks)
-    sizes = [512 * rng.randrange(SMALLEST, most // 512 - 2) for _ in range(4_000)]
-    taken = {size for size, _ in blocks}
-    sizes = [size for size in sizes if size not in taken] or [512 * SMALLEST + 512]
-    return interleaved(
-        {
-            "bare": bare(blocks, sizes),
-            "blocks": layer(blocks, sizes),
-            "pool": whole(count, sizes, rng),
-        },
-        "bare",
-        operations=operations,
-        rounds=rounds,
-    )
-
-
-def main() -> tuple[str, dict[str, Any]]:
-    """Text for people, and the figures."""
-    texts, figures = [], {}
-    for count in COUNTS:
-        timings = measure(count)
-        texts.append(lines(f"best-fit miss with split and merge, {count:,} free blocks", timings, "bare"))
-        figures[str(count)] = {name: vars(t) for name, t in timings.items()}
-    return "\n".join(texts), figures
+    most = max(size for size, _ in blocks) // 1024
+    sizes = [1024 * rng.randrange(SMALLEST // 2, most) - 512 for _ in range(4_000)]
+    return blocks, sizes

@@ -158,7 +158,9 @@ def _rss() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(blocks: int, streams: int, clients: int, interval_s: float, rounds: int = ROUNDS) -> dict[str, Any]:
+def measure(
+    blocks: int, streams: int, clients: int, interval_s: float, rounds: int = ROUNDS, window_s: float = WINDOW_S
+) -> dict[str, Any]:
     """Alternating windows; the ratio is of a window with scrapes to the mean of those before and after."""
     with pool_of(blocks, streams) as (pool, stream), serve(pool, port=0) as server:
         callers = Clients(server.port)
@@ -167,20 +169,20 @@ def measure(blocks: int, streams: int, clients: int, interval_s: float, rounds: 
             spin(pool, stream, WARM_S)
             callers.tell(0)
             threads, memory = threading.active_count(), _rss()
-            alone = [spin(pool, stream, WINDOW_S)]
+            alone = [spin(pool, stream, window_s)]
             scraped: list[Window] = []
             scrapes = 0
             seconds: list[float] = []
             longest = 0.0
             for _ in range(rounds):
                 callers.tell(clients, interval_s)
-                scraped.append(spin(pool, stream, WINDOW_S))
+                scraped.append(spin(pool, stream, window_s))
                 count, mean, worst = callers.tell(0)
                 scrapes += count
                 seconds.append(mean)
                 longest = max(longest, worst)
                 spin(pool, stream, WARM_S)  # what was under way ends
-                alone.append(spin(pool, stream, WINDOW_S))
+                alone.append(spin(pool, stream, window_s))
             ratios = [
                 2 * window.rate / (before.rate + after.rate)
                 for before, window, after in zip(alone, scraped, alone[1:], strict=False)
@@ -190,7 +192,7 @@ def measure(blocks: int, streams: int, clients: int, interval_s: float, rounds: 
                 "low": statistics.quantiles(ratios, n=4)[0],
                 "high": statistics.quantiles(ratios, n=4)[2],
                 "taken": statistics.fmean(w.others for w in scraped) - statistics.fmean(w.others for w in alone),
-                "scrapes_per_second": scrapes / (rounds * WINDOW_S),
+                "scrapes_per_second": scrapes / (rounds * window_s),
                 "scrape_ms": 1e3 * statistics.median(seconds),
                 "longest_scrape_ms": 1e3 * longest,
                 "worst_pause_ms": max(window.worst_ms for window in scraped),
@@ -199,6 +201,7 @@ def measure(blocks: int, streams: int, clients: int, interval_s: float, rounds: 
                 "threads_added": threading.active_count() - threads,
                 "rss_added_bytes": _rss() - memory,
                 "windows": [asdict(window) for window in scraped],
+                "windows_alone": [asdict(window) for window in alone],
             }
         finally:
             callers.close()
@@ -218,12 +221,14 @@ def reading(blocks: int, streams: int, rounds: int = 21) -> float:
     return 1e3 * statistics.median(times)
 
 
-def main() -> tuple[str, dict[str, Any]]:
+def main(
+    rounds: int = ROUNDS, window_s: float = WINDOW_S, blocks: int = BLOCKS, streams: int = STREAMS
+) -> tuple[str, dict[str, Any]]:
     """Text for people, and the figures."""
     figures: dict[str, Any] = {
-        "one a second": measure(1000, 8, 1, 1.0),
-        "10 clients": measure(1000, 8, CLIENTS, 0.0),
-        "10 clients, many": measure(BLOCKS, STREAMS, CLIENTS, 0.0),
+        "one a second": measure(1000, 8, 1, 1.0, rounds, window_s),
+        "10 clients": measure(1000, 8, CLIENTS, 0.0, rounds, window_s),
+        "10 clients, many": measure(blocks, streams, CLIENTS, 0.0, rounds, window_s),
     }
     text = ["an allocating thread under scrapes over HTTP, against itself without; windows alternate"]
     text.append(
@@ -237,9 +242,9 @@ def main() -> tuple[str, dict[str, Any]]:
             f"{found['worst_pause_alone_ms']:6.1f} ms {found['threads_added']:+8} "
             f"{found['rss_added_bytes'] / (1 << 20):+6.1f} MiB"
         )
-    figures["reading ms"] = {"1000 blocks": reading(1000, 8), "many": reading(BLOCKS, STREAMS)}
+    figures["reading ms"] = {"1000 blocks": reading(1000, 8), "many": reading(blocks, streams)}
     text.append(
         f"  one reading, gzip included: {figures['reading ms']['1000 blocks']:.1f} ms with 1,000 blocks on 8 streams, "
-        f"{figures['reading ms']['many']:.1f} ms with {BLOCKS:,} on {STREAMS}"
+        f"{figures['reading ms']['many']:.1f} ms with {blocks:,} on {streams}"
     )
     return "\n".join(text), figures

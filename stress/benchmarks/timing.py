@@ -1,49 +1,62 @@
-"""Interleaved timing: each contender runs once a round, so that what slows the machine slows all of them.
+"""From what contenders took in each repeat to medians, and to ratios with their spread.
 
-CPU time of the thread, not wall time: other programs on the machine then cost less precision.
+Rule: a ratio is taken within one repeat, in which all contenders ran one after the other, and the median of these
+ratios counts: what slows the machine for a while slows both sides of each.  The spread is the quartiles.
+
+Next: cases.py (what is compared), runner.py (who runs when).
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
-class Timing:
-    """ns: median CPU time an operation.  ratio: median over rounds of ours to the baseline; low, high: quartiles."""
+class Figures:
+    """One contender.  values: one a repeat.  ratio: median over the repeats, to the reference; low, high: quartiles.
 
-    ns: float
-    ratio: float
-    low: float
-    high: float
+    ratio, low, high: None where the reference is missing or has taken nothing at all.
+    """
+
+    values: tuple[float, ...]
+    median: float
+    ratio: float | None
+    low: float | None
+    high: float | None
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
-def interleaved(
-    contenders: Mapping[str, Callable[[int], object]], baseline: str, *, operations: int, rounds: int
-) -> dict[str, Timing]:
-    """Run each contender for `operations` in each of `rounds`, after one round that does not count."""
-    spent: dict[str, list[float]] = {name: [] for name in contenders}
-    for round_ in range(rounds + 1):
-        for name, run in contenders.items():
-            began = time.thread_time_ns()
-            run(operations)
-            if round_:
-                spent[name].append((time.thread_time_ns() - began) / operations)
-    base = spent[baseline]
+def compare(
+    values: Mapping[str, Sequence[float]], reference: str, notes: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Figures]:
+    """The figures of each contender that has values.
+
+    >>> compare({"a": [1.0, 1.0], "b": [2.0, 4.0]}, "a")["b"].ratio
+    3.0
+    """
+    base = values.get(reference, ())
     result = {}
-    for name, times in spent.items():
-        ratios = [ours / theirs for ours, theirs in zip(times, base, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        result[name] = Timing(statistics.median(times), middle, low, high)
+    for name, taken in values.items():
+        if not taken:
+            continue
+        ratio = low = high = None
+        if len(base) == len(taken) and all(base):
+            low, ratio, high = quartiles([ours / theirs for ours, theirs in zip(taken, base, strict=True)])
+        told = dict(notes.get(name, {})) if notes else {}
+        result[name] = Figures(tuple(taken), statistics.median(taken), ratio, low, high, told)
     return result
 
 
-def lines(title: str, timings: Mapping[str, Timing], baseline: str) -> str:
-    """A table for people."""
-    text = [title, f"  {'':34} {'ns':>9}  ratio to {baseline!r} (quartiles)"]
-    for name, t in timings.items():
-        text.append(f"  {name:34} {t.ns:9.0f}  {t.ratio:6.2f}  ({t.low:.2f} .. {t.high:.2f})")
-    return "\n".join(text)
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """(first quartile, median, third quartile); one value is all three.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
+    (2.0, 3.0, 4.0)
+    """
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high

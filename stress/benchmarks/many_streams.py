@@ -1,0 +1,130 @@
+"""Several streams: what each of them costs, and what it costs when memory goes from one to another.
+
+    streams       1 to 1000 streams in turn, each with memory of its own: the cost of an operation
+    round-robin   16 streams in turn with memory for fewer: every block that is taken was another stream's (`each`), or
+                  one in 16 is (`one in 16`), when a stream takes and drops 16 times before it is the next one's turn
+    handover      made on one stream, used on another, which takes memory for its result, and dropped
+    rmm-streams   as RMM publishes it: on stream after stream take, queue work that uses it, drop
+
+Small blocks go round in 256 KiB, of which one page holds 8; large ones in 4 MiB, a segment each.  Of smaller ones
+every stream would soon have its own, and nothing would go round.  Pools that never cross grow to a block a stream and
+then always hit; the memory that takes stands in the notes, as `peak_reserved_bytes`.  But for rmm-streams no work is
+queued: the figure is the host's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from allocator import Event
+from allocator.sizes import KIB, MIB
+from allocator.stress.benchmarks.cases import Allocator, Case, Door, Stage
+from allocator.stress.benchmarks.loops import Run, around_streams, own_blocks, working_streams
+
+SIZE: Final = 4 * KIB
+ROUND: Final = 16
+ROUNDS: Final = (
+    ("each", 256 * KIB, 1),
+    (f"one in {ROUND}", 256 * KIB, ROUND),
+    ("each, large", 4 * MIB, 1),
+    (f"one in {ROUND}, large", 4 * MIB, ROUND),
+)
+"""Title, bytes of a block, and operations on a stream before it is the next one's turn."""
+
+
+def streams(stage: Stage) -> Iterator[Case]:
+    """The cost of an operation as streams get more."""
+    for count in stage.choose((1, 10, 100, 1000), (1, 10)):
+        for door in stage.doors:
+            with door.streams(count) as made, door.allocators(several=True, entering=True) as found:
+                for allocator in found:
+                    with allocator.around():
+                        own_blocks(allocator, SIZE, made, door.takes_stream)
+                contenders = [one.contender(around_streams(one, SIZE, made, door.takes_stream)) for one in found]
+                title = f"{count:,} stream{'s' if count > 1 else ''}"
+                yield Case(title, contenders, door.reference, door.name, at=count, operations=2 * count, warm=2 * count)
+
+
+def round_robin(stage: Stage) -> Iterator[Case]:
+    """Memory that goes round."""
+    for title, size, burst in ROUNDS:
+        for door in stage.doors:
+            with door.streams(ROUND) as made, door.allocators(several=True, entering=True) as found:
+                contenders = [one.contender(around_streams(one, size, made, door.takes_stream, burst)) for one in found]
+                whole = ROUND * burst
+                yield Case(title, contenders, door.reference, door.name, at=size, operations=whole, warm=2 * whole)
+
+
+def handover(stage: Stage) -> Iterator[Case]:
+    """Producer and consumer."""
+    for door in stage.doors:
+        with door.streams(2) as (producer, consumer), door.allocators(several=True, entering=True) as found:
+            make = core_handover if door.takes_stream else hook_handover
+            contenders = [one.contender(make(one, stage, producer, consumer)) for one in found]
+            yield Case("2 streams", contenders, door.reference, door.name, warm=16)
+
+
+def core_handover(allocator: Allocator, stage: Stage, producer: Any, consumer: Any) -> Run:
+    """The use is declared, and the consumer waits for the producer.  The floor has nobody to tell."""
+    call, event, tells = allocator.call, Event(stage.device), allocator.real
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            made = call(SIZE, producer)
+            event.record(producer)
+            event.wait(consumer)
+            if tells:
+                made.record_stream(consumer)
+            call(SIZE, consumer)
+            del made
+
+    return run
+
+
+def hook_handover(allocator: Allocator, stage: Stage, producer: Any, consumer: Any) -> Run:
+    """As programs on CuPy do it: nothing is declared.  On made-up addresses nothing is waited for either."""
+    call = allocator.call
+    if stage.simulated:
+
+        def run_made_up(n: int) -> None:
+            for _ in range(n):
+                with producer:
+                    made = call(SIZE)
+                with consumer:
+                    call(SIZE)
+                del made
+
+        return run_made_up
+    from allocator.stress.benchmarks.hooks import import_cupy
+
+    event = import_cupy().cuda.Event(disable_timing=True)
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            with producer:
+                made = call(SIZE)
+                event.record(producer)
+            consumer.wait_event(event)
+            with consumer:
+                call(SIZE)
+            del made
+
+    return run
+
+
+def rmm_streams(stage: Stage) -> Iterator[Case]:
+    """Many streams, each with work."""
+    for count in stage.choose((1, 4, 16, 64), (1, 4)):
+        for door in stage.doors:
+            yield from _working(stage, door, count)
+
+
+def _working(stage: Stage, door: Door, count: int) -> Iterator[Case]:
+    with door.streams(count) as made, door.allocators(several=True, entering=True) as found:
+        touch = door.touch()
+        real: Sequence[Allocator] = [one for one in found if one.real]
+        contenders = [one.contender(working_streams(one, SIZE, made, door.takes_stream, touch)) for one in real]
+        reference = door.reference if any(one.name == door.reference for one in real) else "weir"
+        title = f"{count} stream{'s' if count > 1 else ''} with work"
+        yield Case(title, contenders, reference, door.name, at=count, operations=4 * count, warm=2 * count)

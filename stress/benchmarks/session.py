@@ -1,0 +1,160 @@
+"""A whole run: which stages there are on this machine, in which order, and what is told while it lasts.
+
+    first   everything, with nothing in the process but CuPy
+    then    on a GPU, with the guests loaded (guests.py), those benchmarks again in which they take part
+
+Next: runner.py; allocator/cli/bench.py, which is all this on the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from allocator import CudaDevice, SimDevice
+from allocator.devices import Device
+from allocator.stress.benchmarks import acceptance, machine, picture, report
+from allocator.stress.benchmarks.cases import GUESTS, PEERS, Door, Missing, Settings, Stage
+from allocator.stress.benchmarks.core import CoreDoor
+from allocator.stress.benchmarks.guests import GuestDoor
+from allocator.stress.benchmarks.hooks import import_cupy, open_hook_door
+from allocator.stress.benchmarks.registry import BENCHMARKS, chosen
+from allocator.stress.benchmarks.runner import Measured, Results, run
+from allocator.stress.benchmarks.ticker import Ticker
+
+MEMORY: Final = 1 << 36
+"""Bytes of the simulated device.  A pool reserves addresses for all of it, and they are to be enough for 1000 pools."""
+
+
+def open_device(ordinal: int | None) -> Device:
+    """The simulator for None.  Raises what `CudaDevice` raises."""
+    if ordinal is None:
+        return SimDevice(memory=MEMORY)
+    device: Device = CudaDevice(ordinal)
+    return device
+
+
+def stages(device: Device, settings: Settings) -> Iterator[Stage]:
+    """One after the other: the second one's libraries are loaded when it is asked for."""
+    left_out: dict[str, str] = {}
+    doors: list[Door] = [CoreDoor(device, settings)]
+    try:
+        doors.append(open_hook_door(device, settings, left_out))
+    except Missing as error:
+        left_out |= {name: str(error) for name in ("cupy", "cupy-async", *GUESTS) if settings.wants(name)}
+    if device.simulated:
+        for name in ("cupy", "cupy-async", *GUESTS):
+            if settings.wants(name):
+                left_out.setdefault(name, "needs a GPU")
+    yield Stage(device, settings, doors, left_out=left_out)
+    if len(doors) == 1 or device.simulated or not any(settings.wants(name) for name in GUESTS):
+        return
+    beside = GuestDoor(device, settings, import_cupy(), left_out)
+    yield Stage(device, settings, [beside], guests=True, left_out=beside.left_out)
+
+
+class Session:
+    """One run.  ordinal: of a GPU; None for the simulator.  Raises ValueError for an unknown name."""
+
+    def __init__(self, names: Sequence[str], settings: Settings, ordinal: int | None = None) -> None:
+        for peer in settings.peers:
+            if peer not in PEERS:
+                raise ValueError(f"unknown peer {peer!r}; known: {', '.join(PEERS)}")
+        self.benchmarks = chosen(names)
+        self._settings = settings
+        self._device = open_device(ordinal)
+        self.about: dict[str, Any] = machine.about(self._device)
+        self.results = Results()
+
+    headline: Final = report.HEADLINE
+    needed_for_table: Final = acceptance.NEEDED
+
+    @staticmethod
+    def listed() -> str:
+        """All benchmarks and peers."""
+        width = max(map(len, (*BENCHMARKS, *PEERS)))
+        rows = ["benchmarks (* runs where none is named):"]
+        for one in BENCHMARKS.values():
+            needs = f"; needs {' and '.join(one.needs)}" if one.needs else ""
+            rows.append(f"  {'*' if one.usual else ' '} {one.name:{width}}  {one.about}{needs}")
+        return "\n".join([*rows, "", "peers:", *(f"    {name:{width}}  {text}" for name, text in PEERS.items())])
+
+    def run_and_tell(self, tell: Callable[[str], object], json_path: str | None = None) -> None:
+        """Measure, with what is under way on stderr; each case is told when it is ready, and the file kept up to date.
+
+        OSError where the file cannot be written, before anything is measured.
+        """
+        if json_path is not None:
+            self.write_json(json_path)
+        ticker = Ticker()
+
+        def done(measured: Measured) -> None:
+            ticker.wipe()
+            tell(self.text(measured))
+            if json_path is not None:
+                self.write_json(json_path)
+
+        try:
+            self.run(ticker, done)
+        finally:
+            ticker.wipe()
+
+    def run(
+        self, say: Callable[[str], object] = lambda text: None, done: Callable[[Measured], object] = lambda one: None
+    ) -> Results:
+        """Measure.  say: what is under way.  done: each case as it is ready."""
+        run(self.benchmarks, stages(self._device, self._settings), self.results, say, done)
+        return self.results
+
+    @property
+    def failed(self) -> bool:
+        """Has a benchmark failed, or a contender?"""
+        return bool(self.results.failed) or any(one.failed for one in self.results.measured)
+
+    @property
+    def sentence(self) -> str:
+        """Where and with what, in one line."""
+        return machine.sentence(self.about)
+
+    def rows(self) -> list[acceptance.Row]:
+        """The aims."""
+        simulated = self._device.simulated
+        return acceptance.table(self.results.measured, self.about["build"], simulated=simulated)
+
+    def table(self) -> str:
+        """The aims, a line each."""
+        return report.acceptance_table(self.rows(), self.about["build"])
+
+    def text(self, measured: Measured) -> str:
+        """One case for people."""
+        return "\n".join([*([measured.text] if measured.text else []), *report.lines(measured)])
+
+    def missing(self) -> str:
+        """What was not measured, and why."""
+        return "\n".join(report.missing(self.results))
+
+    def document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        settings = {
+            "repeats": self._settings.repeats,
+            "seconds": self._settings.seconds,
+            "quick": self._settings.quick,
+            "peers": list(self._settings.peers) or list(PEERS),
+            "benchmarks": [one.name for one in self.benchmarks],
+        }
+        return report.as_json(self.about, settings, self.results, self.rows())
+
+    def write_json(self, path: str) -> None:
+        """`document` as a file, whole or not at all.  OSError names the file."""
+        try:
+            beside = Path(f"{path}.part")
+            beside.write_text(report.json_text(self.document()), encoding="utf-8")
+            beside.replace(path)
+        except OSError as error:
+            raise OSError(f"{path}: {error.strerror or error}") from error
+
+    def draw(self, path: str) -> None:
+        """One picture of all ratios, .svg or .png.  OSError names the file."""
+        title = f"Weir and its peers, {self.about['hardware']['device']}, {self.about['build']} build"
+        picture.write(path, title, self.sentence, self.results.measured)
