@@ -1,8 +1,9 @@
 """What a long run must not do besides being wrong: grow.  Samples over time, and the judgement on them.
 
 Rule: *what levels off is fine, what keeps growing is not*, however slowly it grows: driver events, threads and the
-memory of the process are judged by their peaks in the quarters of a run.  Memory of the pool is judged elsewhere
-(rounds.py); it is sampled for the picture.
+memory of the process are judged by their medians in the quarters of a run.  Not by their peaks: what comes and goes has
+a highest moment by chance, and three of them are in rising order once in six times.  Memory of the pool is judged
+elsewhere (rounds.py); it is sampled for the picture.
 
 Threads: samples are taken by a thread of their own, which a pool that hangs may keep for ever; it is a daemon, and
 nobody waits for it for long.  A sample reads the pool's statistics, as an operator would, and asks the driver what
@@ -12,6 +13,7 @@ Next: curves.py (the picture), allocator/cli/soak.py (files, and what is said).
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -21,7 +23,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from statistics import median_low
 from typing import Final, NamedTuple, TextIO
 
 from allocator import CachingAllocator
@@ -39,7 +43,8 @@ SUFFIXES: Final = (".csv", ".jsonl")
 
 class Sample(NamedTuple):
     """One moment.  seconds: since the run began.  events: of the driver, idle and in use.  threads: of the process.
-    rss_bytes: the memory of the process that is in RAM; where only its peak is known, that."""
+    rss_bytes: the memory of the process that is in RAM, without what the C library only keeps for later, where that
+    can be told; where only its peak is known, that."""
 
     seconds: float
     rounds: int
@@ -55,17 +60,17 @@ class Sample(NamedTuple):
 FIELDS: Final = Sample._fields
 MEASURED: Final = FIELDS[3:]
 JUDGED: Final = {"events": (16, 0.05), "threads": (1, 0.05), "rss_bytes": (4 * MIB, 0.02)}
-"""How much one quarter's peak may be above the one before and still count as the same: the more of an absolute amount
-and a share."""
+"""How much one quarter's median may be above the one before and still count as the same: the more of an absolute
+amount and a share."""
 _WORDS: Final = {"events": "driver events", "threads": "threads", "rss_bytes": "the memory of the process"}
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What became of one quantity: its peaks in the four quarters of the run."""
+    """What became of one quantity: its medians in the four quarters of the run."""
 
     name: str
-    peaks: tuple[int, ...]
+    medians: tuple[int, ...]
 
     @property
     def words(self) -> str:
@@ -76,17 +81,17 @@ class Growth:
     def tolerance(self) -> int:
         """See JUDGED."""
         amount, share = JUDGED[self.name]
-        return max(amount, round(share * self.peaks[1]))
+        return max(amount, round(share * self.medians[1]))
 
     @property
     def grows(self) -> bool:
         """Has each of the last two quarters gone clearly beyond the one before?  The first one warms up."""
-        _, *later = self.peaks
+        _, *later = self.medians
         return all(after - before > self.tolerance for before, after in pairwise(later))
 
     def __str__(self) -> str:
-        shown = [format_size(n) if self.name.endswith("_bytes") else f"{n:,}" for n in self.peaks]
-        return f"{self.words}: at most {', '.join(shown)} in the four quarters of the run"
+        shown = [format_size(n) if self.name.endswith("_bytes") else f"{n:,}" for n in self.medians]
+        return f"{self.words}: {', '.join(shown)} in the middle of the four quarters of the run"
 
 
 class Curve:
@@ -121,18 +126,19 @@ class Curve:
 
 
 def judge(points: Sequence[tuple[float, tuple[int, ...]]], seconds: float) -> list[Growth]:
-    """The peaks of what is judged, in the quarters of so many seconds.  A quarter without a sample is like the one
+    """The medians of what is judged, in the quarters of so many seconds.  A quarter without a sample is like the one
     before."""
+    quarters: list[list[tuple[int, ...]]] = [[], [], [], []]
+    for moment, values in points:
+        quarters[min(int(4 * moment / seconds), 3) if seconds > 0 else 3].append(values)
     found = []
     for name in JUDGED:
         at = MEASURED.index(name)
-        peaks = [0, 0, 0, 0]
-        for moment, values in points:
-            quarter = min(int(4 * moment / seconds), 3) if seconds > 0 else 3
-            peaks[quarter] = max(peaks[quarter], values[at])
-        for quarter in range(1, 4):
-            peaks[quarter] = peaks[quarter] or peaks[quarter - 1]
-        found.append(Growth(name, tuple(peaks)))
+        medians: list[int] = []
+        for quarter in quarters:
+            before = medians[-1] if medians else 0
+            medians.append(median_low(values[at] for values in quarter) if quarter else before)
+        found.append(Growth(name, tuple(medians)))
     return found
 
 
@@ -253,6 +259,7 @@ class Sampler:
 
     def take(self) -> Sample:
         """One sample, kept and written.  Raises what `stats` raises."""
+        trim_malloc()
         stats = self._pool.stats()
         rounds, operations = self._progress
         sample = Sample(
@@ -292,6 +299,23 @@ def threads() -> int:
         return len(os.listdir("/proc/self/task"))
     except OSError:
         return threading.active_count()
+
+
+def trim_malloc() -> None:
+    """The C library gives back what it keeps for later, if it can.  Each thread frees into a part of its own: with
+    many threads that is several times what is in use, and it grows for a long time."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc has it, others do not."""
+    try:
+        return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]
+    except (AttributeError, OSError, TypeError):
+        return None
 
 
 def rss_bytes() -> int:

@@ -73,7 +73,8 @@ class Accounts:
         """Allocations by reuse kind, those from the bins apart."""
         self.served_bytes: Counter[str] = Counter()
         self.sizes: Counter[int] = Counter()
-        """Allocations by rounded size, those from the bins apart."""
+        """Allocations by the power of two that the size is rounded up to, those from the bins apart.  Sizes themselves
+        would have no end."""
         self.steps: Counter[str] = Counter()
         """How often each step of the ladder was what served."""
         self.retries: Counter[str] = Counter()
@@ -112,7 +113,7 @@ class Accounts:
         block.requested = requested
         self.served[reuse] += 1
         self.served_bytes[reuse] += block.size
-        self.sizes[block.size] += 1
+        self.sizes[(block.size - 1).bit_length()] += 1
         self.requested_sum += requested
         self.allocated += block.size
         if self.allocated > self.high:
@@ -259,9 +260,10 @@ class Accounts:
         """Bounds are multiples of 512, so a request and its rounded size fall into the same bucket."""
         bounds = (*REQUEST_BUCKETS, float("inf"))
         counts = [0] * len(bounds)
-        for source in (self.sizes, hits):
-            for size, n in source.items():
-                counts[bisect_left(REQUEST_BUCKETS, size)] += n
+        for power, n in self.sizes.items():  # the bounds are powers of two: nothing lies between a size and its own
+            counts[bisect_left(REQUEST_BUCKETS, 1 << power)] += n
+        for size, n in hits.items():
+            counts[bisect_left(REQUEST_BUCKETS, size)] += n
         return Histogram(counts=dict(zip(bounds, counts, strict=True)), sum=self.requested_sum)
 
     def _orphaned(self, registry: Registry) -> int:

@@ -93,9 +93,9 @@ class Soak:
         """What the table says of it."""
         if self._growth is None:
             return [f"growth is not judged: {outcome.rounds:,} rounds, and it takes {self._least_rounds:,}"]
-        rows = [["most in each quarter of the run", *["" for _ in range(4)]]]
+        rows = [["in the middle of each quarter of the run", *["" for _ in range(4)]]]
         for one in self._growth:
-            shown = [format_size(n) if one.name.endswith("_bytes") else f"{n:,}" for n in one.peaks]
+            shown = [format_size(n) if one.name.endswith("_bytes") else f"{n:,}" for n in one.medians]
             rows.append([f"  {one.words}", *shown, "grows" if one.grows else "levels off"])
         return aligned(rows)
 
@@ -107,6 +107,6 @@ class Soak:
             "measured": list(MEASURED),
             "judged": self._growth is not None,
             "least_rounds": self._least_rounds,
-            "growth": {one.name: {"peaks": list(one.peaks), "grows": one.grows} for one in self._growth or ()},
+            "growth": {one.name: {"medians": list(one.medians), "grows": one.grows} for one in self._growth or ()},
             "problems": self.problems,
         }

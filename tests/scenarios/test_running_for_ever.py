@@ -48,6 +48,21 @@ def test_s13_a_one_stream_program_shows_nothing_in_flight_once_it_has_run_dry(
     assert gpu.used_bytes == 0
 
 
+def test_what_is_counted_by_size_does_not_grow_with_the_number_of_sizes(gpu: SimDevice, pool: CachingAllocator) -> None:
+    """A soak found it: one more counter for each size that a program ever asked for."""
+    s = Stream(gpu)
+    for size in range(512, 600 * 512, 512):
+        pool.allocate(size, stream=s).close()
+    few = len(pool._accounts.sizes)
+    for size in range(600 * 512, 2000 * 512, 512):
+        pool.allocate(size, stream=s).close()
+    assert len(pool._accounts.sizes) <= few + 3
+    counts, before = pool.stats().request_size_bytes, 0
+    for bound in counts:
+        assert counts[bound] == len([n for n in range(512, 2000 * 512, 512) if before < n <= bound])
+        before = int(bound) if bound < float("inf") else before
+
+
 @pytest.mark.parametrize("streams", [2, 4, 16])
 @pytest.mark.parametrize("seal_frees", [16, 64])
 @pytest.mark.parametrize("uses", ["declared", "assumed"])
