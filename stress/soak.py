@@ -313,7 +313,7 @@ def trim_malloc() -> None:
 def _malloc_trim() -> Callable[[int], int] | None:
     """glibc has it, others do not."""
     try:
-        return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]
+        return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
         return None
 

@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from allocator import CachingAllocator, Config
-from allocator.caching import reaper
 from tests.schedules.programs import Actor, Garbage, Play, steps
 from tests.schedules.scheduler import Plan, Scheduler
 
@@ -47,7 +46,6 @@ def run(
 ) -> Outcome:
     """Play it once."""
     scheduler = Scheduler() if scheduler is None else scheduler
-    reaper._leaving.clear()  # pools of other tests would be served in the middle, and add steps to the first play
     with scheduler.in_place():
         actor = Actor(play.universe())
         wrong: str | None = None
@@ -67,7 +65,6 @@ def run(
         finally:
             if play.garbage:
                 gc.collect()
-            reaper._leaving.clear()
         return Outcome(
             play,
             scheduler.taken,

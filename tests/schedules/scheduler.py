@@ -32,6 +32,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from allocator import SimDevice
+from allocator.caching import reaper
 from allocator.sync import LockLike, OwnedLock, use_lock_factory
 
 Plan = Mapping[int, int]
@@ -105,21 +106,60 @@ class InnerLock:
 
 
 class Queue(deque[Any]):
-    """A queue without a lock, as the allocator's are: other threads may come in before each change."""
+    """A queue without a lock, as the allocator's are: other threads may come in before each change.
+
+    One that an earlier run made, or a thread that is none of the run's, asks nobody: what is left of that run may be
+    finalised in the middle of this one, and is none of its steps.
+    """
 
     scheduler: Scheduler | None = None
 
+    def __init__(self, *items: Any) -> None:
+        super().__init__(*items)
+        scheduler = Queue.scheduler
+        self.own = scheduler if scheduler is not None and scheduler.knows_this_thread() else None
+
     def append(self, item: Any, /) -> None:
         """As a deque's."""
-        if Queue.scheduler is not None:
-            Queue.scheduler.point("append")
+        if self.own is not None and self.own is Queue.scheduler:
+            self.own.point("append")
         super().append(item)
 
     def popleft(self) -> Any:
         """As a deque's."""
-        if Queue.scheduler is not None:
-            Queue.scheduler.point("popleft")
+        if self.own is not None and self.own is Queue.scheduler:
+            self.own.point("popleft")
         return super().popleft()
+
+
+class Leaving(Queue):
+    """The process-wide list of pools that have gone, for the pools and the threads of one run.
+
+    All others have the list that was there before.  Else a pool that an earlier test has left behind would be served
+    in the middle of the run, and another thread of the process, a server that is scraped, could have the run's own pool
+    in its hands at the moment at which the run looks whether all memory is back.
+    """
+
+    def __init__(self, outside: deque[Any]) -> None:
+        super().__init__()
+        self._outside = outside
+
+    def _mine(self) -> bool:
+        return self.own is not None and self.own.knows_this_thread()
+
+    def append(self, item: Any, /) -> None:
+        """By the run that made the pool."""
+        if self.own is not None and getattr(item.pool.frees, "own", None) is self.own:
+            super().append(item)
+        else:
+            self._outside.append(item)
+
+    def popleft(self) -> Any:
+        """By the thread that asks."""
+        return super().popleft() if self._mine() else self._outside.popleft()
+
+    def __len__(self) -> int:
+        return super().__len__() if self._mine() else len(self._outside)
 
 
 class Scheduler:
@@ -144,6 +184,7 @@ class Scheduler:
         self._aborting = False
         self._errors: list[BaseException] = []
         self._now = 0.0
+        self._home = 0
         self.points = 0
         """Places passed in the run at which another thread, or the garbage collector, could have come in."""
         self.decisions: list[tuple[int, ...]] = []
@@ -160,14 +201,21 @@ class Scheduler:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Everything made inside asks this scheduler; one at a time in the process."""
+        """Everything made inside asks this scheduler; one at a time in the process.  The garbage collector runs only
+        where it is told."""
         clock = SimpleNamespace(sleep=self.sleep, monotonic=lambda: self._now, perf_counter=lambda: self._now)
         with ExitStack() as stack:
+            if gc.isenabled():
+                gc.disable()
+                stack.callback(gc.enable)
+            self._home = threading.get_ident()
+            Queue.scheduler = self
+            stack.callback(setattr, Queue, "scheduler", None)
             for module, name, value in (
                 ("allocator.caching.frees", "FreeQueue", Queue),
                 ("allocator.streams.registry", "deque", Queue),
                 ("allocator.streams.captures", "deque", Queue),
-                ("allocator.caching.reaper", "_leaving", Queue()),
+                ("allocator.caching.reaper", "_leaving", Leaving(reaper._leaving)),
                 ("allocator.caching.growth", "time", clock),
                 ("allocator.streams.captures", "time", clock),
             ):
@@ -175,8 +223,6 @@ class Scheduler:
                 stack.enter_context(patch.object(sys.modules[module], name, value))
             use_lock_factory(self.make_lock)
             stack.callback(use_lock_factory, None)
-            Queue.scheduler = self
-            stack.callback(setattr, Queue, "scheduler", None)
             yield
 
     # -- where others may come in -------------------------------------------------------------------
@@ -184,6 +230,10 @@ class Scheduler:
     def me(self) -> int:
         """The calling thread's number; -1 for one that is not ours."""
         return getattr(self._local, "number", -1)
+
+    def knows_this_thread(self) -> bool:
+        """Is it one of the run, or the one that has put this scheduler in place?"""
+        return self.me() >= 0 or threading.get_ident() == self._home
 
     def point(self, what: str) -> None:
         """Here another thread may come in, or the garbage collector."""

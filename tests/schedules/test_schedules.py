@@ -6,13 +6,16 @@ at every place of the shorter ones.  `python -m tests.schedules` goes on from th
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from allocator import CachingAllocator, SimDevice
+from allocator import CachingAllocator, SimDevice, Stream
+from allocator.caching import reaper
 from allocator.caching.frees import Frees
 from allocator.caching.growth import Growth
 from allocator.errors import Reentered
@@ -228,6 +231,73 @@ def test_queues_and_clocks_are_the_schedulers_inside_and_real_outside() -> None:
         assert isinstance(pool.frees, Queue)
         assert isinstance(pool._registry.finished, Queue)
     assert not isinstance(CachingAllocator(SimDevice()).frees, Queue)
+
+
+def litter(collected: list[str]) -> None:
+    """What a test may leave behind: a pool, its memory and a stream, which only the garbage collector ends."""
+    gpu = SimDevice()
+    pool, stream = CachingAllocator(gpu), Stream(gpu)
+    left: list[object] = [pool, stream, pool.allocate(1 << 20, stream=stream)]
+    left.append(left)
+    weakref.finalize(pool, collected.append, "litter")
+
+
+def test_what_other_tests_left_behind_adds_no_step_wherever_it_is_collected() -> None:
+    play = BY_NAME["hits_on_one_stream"]
+    places = (1, 5, 12)
+    for place in places:
+        alone = Scheduler()
+        run(play, collect=(place,), scheduler=alone)
+        gc.collect()
+        collected: list[str] = []
+        litter(collected)
+        with Scheduler().in_place():
+            litter(collected)
+        amid = Scheduler()
+        assert not collected
+        outcome = run(play, collect=(place,), scheduler=amid)
+        assert outcome.wrong is None and collected == ["litter"] * 2
+        assert amid.trace == alone.trace and amid.decisions == alone.decisions
+
+
+def test_the_garbage_collector_does_not_run_by_itself() -> None:
+    gc.enable()
+    with Scheduler().in_place():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_other_threads_of_the_process_do_not_take_the_pools_of_a_run() -> None:
+    theirs: list[int] = []
+
+    def somebody_else() -> None:
+        """A server of another test: its calls serve pools that have gone, and it leaves one itself."""
+        reaper.reap()
+        left = leave(SimDevice())
+        theirs.append(len(reaper._leaving))
+        left.run_until_idle()
+        reaper.reap()
+        theirs.append(left.used_bytes)
+
+    def leave(gpu: SimDevice) -> SimDevice:
+        """A closed pool with memory in flight."""
+        with CachingAllocator(gpu) as pool:
+            stream = Stream(gpu)
+            kept = pool.allocate(1 << 20, stream=stream)
+            gpu.launch(stream, 1000, writes=[kept])
+        kept.close()
+        return gpu
+
+    with Scheduler().in_place():
+        mine = leave(SimDevice())
+        mine.run_until_idle()
+        other = threading.Thread(target=somebody_else)
+        other.start()
+        other.join()
+        assert mine.used_bytes > 0 and len(reaper._leaving) == 1
+        reaper.reap()
+        assert mine.used_bytes == 0 and len(reaper._leaving) == 0
+    assert theirs[0] >= 1 and theirs[1] == 0
 
 
 # -- the command ----------------------------------------------------------------------------------
