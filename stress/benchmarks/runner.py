@@ -112,7 +112,8 @@ def measure(name: str, case: Case, stage: Stage) -> Measured:
     contenders = list(case.contenders)
     failed: dict[str, str] = {}
     repeats = min(settings.repeats, case.most_repeats)
-    share = 1e9 * settings.seconds / max(1, repeats * case.batches * len(contenders))
+    batches = 1 if settings.quick else case.batches
+    share = 1e9 * settings.seconds / max(1, repeats * batches * len(contenders))
     operations: dict[str, int] = {}
     if not settings.quick:
         gc.collect()  # what earlier cases left is nobody's turn
@@ -134,7 +135,7 @@ def measure(name: str, case: Case, stage: Stage) -> Measured:
     values: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for repeat in range(repeats):
         turns: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-        for batch in range(case.batches):
+        for batch in range(batches):
             first_one = (repeat + batch) % max(1, len(contenders))
             for contender in [*contenders[first_one:], *contenders[:first_one]]:
                 taken = attempt(contender, operations[contender.name])

@@ -23,7 +23,7 @@ LIVE: Final = 64
 
 def steady(stage: Stage) -> Iterator[Case]:
     """By size."""
-    for size in stage.choose(SIZES, (512, MIB)):
+    for size in stage.choose(SIZES, (4 * KIB, MIB)):
 
         def loop(allocator: Allocator, stream: Any, size: int = size) -> Run:
             return same_size(allocator, size, stream)

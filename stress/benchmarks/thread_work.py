@@ -28,7 +28,7 @@ def on_threads(stage: Stage) -> Iterator[Case]:
                     contenders.append(allocator.contender(threads(work)))
                 title = f"{count} thread{'s' if count > 1 else ''}"
                 yield Case(
-                    title, contenders, door.reference, door.name, at=count, operations=2000, wall=True, warm=200
+                    title, contenders, door.reference, door.name, at=count, operations=500, wall=True, warm=200
                 )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def test_contenders_take_turns_and_each_begins_first_in_turn() -> None:
 def test_the_value_of_a_repeat_is_the_median_of_its_batches() -> None:
     told = iter([99.0, 1.0, 5.0, 2.0, 7.0, 8.0, 30.0])
     case = Case("x", [Contender("a", lambda n: next(told))], "a", fixed=True, batches=3)
-    assert measure("m", case, stage(repeats=2)).figures["a"].values == (2.0, 8.0)
+    assert measure("m", case, stage(repeats=2, quick=False)).figures["a"].values == (2.0, 8.0)
 
 
 def test_operations_are_fitted_to_the_time() -> None:
