@@ -12,6 +12,7 @@ means that no driver call waited, and 2,000 that one waited for all of the work.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -170,23 +171,23 @@ def growth(stage: Stage) -> Iterator[Reading]:
     """New memory while another stream is busy."""
     device, count = stage.device, int(stage.choose((GROWTHS,), (4,))[0])
     work = Work(device)
-    finished = [0]
+    over: Counter[str] = Counter()
 
-    def turn(make: Callable[[], Holder]) -> dict[str, float]:
+    def turn(name: str, make: Callable[[], Holder]) -> dict[str, float]:
         with opened(make) as holder:
             work.begin()
             longest = max(timed(device, holder.take) for _ in range(count))
-            finished[0] += not work.going_on()
+            over[name] += not work.going_on()
             work.end()
         return {"longest": longest}
 
-    found = take_turns({name: partial(turn, make) for name, make in holders(stage).items()}, _repeats(stage))
+    found = take_turns({name: partial(turn, name, make) for name, make in holders(stage).items()}, _repeats(stage))
     yield Reading(
         f"longest of {count} growths",
         found["longest"],
         "driver",
         "ms",
-        notes={name: {"work_was_over_in_turns": finished[0]} for name in found["longest"]},
+        notes={name: {"work_was_over_in_turns": over[name]} for name in found["longest"]},
     )
 
 
