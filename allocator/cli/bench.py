@@ -37,6 +37,7 @@ examples:
   weir bench --quick                           small cases, a minute: does it work here?
   weir bench --device 0 --table                the aims: value, aim, reached or not
   weir bench --device 0 --json all.json --plot all.svg
+  weir bench --from one.json two.json --table  runs put together; nothing is measured
   weir bench steady --device 0 --peers weir,cupy,rmm
 
 Settings (WEIR_*) are not read: every pool has the defaults. Times drift on a machine
@@ -74,6 +75,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--peers", type=_names, default=(), metavar="NAME,NAME", help="only these (default: all that are installed)"
     )
+    parser.add_argument(
+        "--from", dest="earlier", nargs="+", metavar="FILE", help="measure nothing: show what earlier runs have written"
+    )
     parser.add_argument("--json", metavar="FILE", help="everything: machine, versions, each repeat; kept up to date")
     parser.add_argument("--plot", metavar="FILE", help="a picture of all ratios, .svg or .png")
     parser.set_defaults(run=run)
@@ -88,6 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
         return OK
     if arguments.plot is not None:
         PlotFile(arguments.plot)  # before any work is done for it
+    if arguments.earlier is not None:
+        session = BenchSession.read(arguments.earlier)
+        print(f"{session.sentence}\n{session.headline}", *map(session.text, session.results.measured), sep="\n")
+        _tell(session, arguments)
+        return MISMATCH if session.failed else OK
     settings = BenchSettings(
         repeats=2 if arguments.quick else arguments.repeats,
         seconds=0.02 if arguments.quick else arguments.seconds,

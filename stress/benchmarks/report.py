@@ -12,6 +12,7 @@ from typing import Any
 
 from allocator.stress.benchmarks.acceptance import Row
 from allocator.stress.benchmarks.runner import Measured, Results
+from allocator.stress.benchmarks.timing import compare
 
 
 def value(number: float, unit: str) -> str:
@@ -112,6 +113,31 @@ def case(measured: Measured) -> dict[str, Any]:
         },
         "failed": measured.failed,
     }
+
+
+def read(document: Any) -> list[Measured]:
+    """The cases of a document that `as_json` made.  ValueError for anything else."""
+    try:
+        return [_measured(one) for one in document["results"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not the JSON of weir bench ({type(error).__name__}: {error})") from None
+
+
+def _measured(one: Mapping[str, Any]) -> Measured:
+    values = {name: [float(value) for value in peer["repeats"]] for name, peer in one["peers"].items()}
+    notes = {name: dict(peer["notes"]) for name, peer in one["peers"].items()}
+    return Measured(
+        benchmark=str(one["benchmark"]),
+        case=str(one["case"]),
+        door=str(one["door"]),
+        unit=str(one["unit"]),
+        reference=str(one["reference"]),
+        figures=compare(values, str(one["reference"]), notes),
+        at=one["at"],
+        guests=bool(one["guests"]),
+        operations=dict(one["operations"]),
+        failed=dict(one["failed"]),
+    )
 
 
 def json_text(document: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ Next: runner.py; allocator/cli/bench.py, which is all this on the command line.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +16,7 @@ from typing import Any, Final
 from allocator import CudaDevice, SimDevice
 from allocator.devices import Device
 from allocator.stress.benchmarks import acceptance, machine, picture, report
-from allocator.stress.benchmarks.cases import GUESTS, PEERS, Door, Missing, Settings, Stage
+from allocator.stress.benchmarks.cases import GUESTS, PEERS, Benchmark, Door, Missing, Settings, Stage
 from allocator.stress.benchmarks.core import CoreDoor
 from allocator.stress.benchmarks.guests import GuestDoor
 from allocator.stress.benchmarks.hooks import import_cupy, open_hook_door
@@ -61,11 +62,43 @@ class Session:
         for peer in settings.peers:
             if peer not in PEERS:
                 raise ValueError(f"unknown peer {peer!r}; known: {', '.join(PEERS)}")
-        self.benchmarks = chosen(names)
+        self.benchmarks: Sequence[Benchmark] = chosen(names)
         self._settings = settings
         self._device = open_device(ordinal)
+        self._simulated = self._device.simulated
         self.about: dict[str, Any] = machine.about(self._device)
         self.results = Results()
+
+    @classmethod
+    def read(cls, paths: Sequence[str]) -> Session:
+        """What earlier runs have written, put together: of a case that several have, the last one's figures.
+
+        ValueError where a file is none of ours, or from another machine or another Weir; OSError names the file.
+        """
+        session = cls.__new__(cls)
+        session.benchmarks, session.results = [], Results()
+        cases: dict[tuple[object, ...], Measured] = {}
+        first: dict[str, Any] = {}
+        for path in paths:
+            document = _load(path)
+            first = first or document
+            for key in ("weir", "build"):
+                if document[key] != first[key]:
+                    raise ValueError(f"{path}: {key} is {document[key]!r}, and {first[key]!r} in {paths[0]}")
+            for key in ("processor", "device_label", "device"):
+                if document["hardware"][key] != first["hardware"][key]:
+                    raise ValueError(f"{path}: is from another machine than {paths[0]}, by its {key}")
+            for one in report.read(document):
+                cases[one.benchmark, one.case, one.door, one.guests] = one
+            for name in ("left_out", "skipped", "failed"):
+                getattr(session.results, name).update(document[name])
+        session.results.measured.extend(cases.values())
+        session.about = {key: first[key] for key in ("date", "weir", "build", "hardware", "versions")}
+        settings = dict(first["settings"])
+        session._settings = Settings(settings["repeats"], settings["seconds"], settings["quick"])
+        session.benchmarks = [BENCHMARKS[name] for name in {one.benchmark: 0 for one in cases.values()}]
+        session._simulated = str(first["hardware"]["device_label"]).startswith("sim")
+        return session
 
     headline: Final = report.HEADLINE
     needed_for_table: Final = acceptance.NEEDED
@@ -119,8 +152,7 @@ class Session:
 
     def rows(self) -> list[acceptance.Row]:
         """The aims."""
-        simulated = self._device.simulated
-        return acceptance.table(self.results.measured, self.about["build"], simulated=simulated)
+        return acceptance.table(self.results.measured, self.about["build"], simulated=self._simulated)
 
     def table(self) -> str:
         """The aims, a line each."""
@@ -158,3 +190,17 @@ class Session:
         """One picture of all ratios, .svg or .png.  OSError names the file."""
         title = f"Weir and its peers, {self.about['hardware']['device']}, {self.about['build']} build"
         picture.write(path, title, self.sentence, self.results.measured)
+
+
+def _load(path: str) -> dict[str, Any]:
+    """A document with the parts that are looked at."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    parts = ("date", "weir", "build", "hardware", "versions", "settings", "results", "left_out", "skipped", "failed")
+    if not isinstance(document, dict) or any(part not in document for part in parts):
+        raise ValueError(f"{path}: not the JSON of weir bench")
+    return document

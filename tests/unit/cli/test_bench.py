@@ -60,6 +60,56 @@ def test_the_table_alone_runs_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(needed) == set(Session.needed_for_table) < set(usual)
 
 
+def test_earlier_runs_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, both = (str(tmp_path / f"{name}.json") for name in ("one", "two", "both"))
+    assert main([*QUICK, "--json", one]) == 0
+    assert main(["bench", "trim", "hot-path", "--quick", "--json", two]) == 0
+    capsys.readouterr()
+    picture = tmp_path / "both.svg"
+    assert main(["bench", "--from", one, two, "--table", "--json", both, "--plot", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("hot-path [core]") == 1 and shown.count("trim [core]") == 2 and "10 GiB" in shown
+    earlier, later, whole = (json.loads(Path(path).read_text()) for path in (one, two, both))
+    assert len(whole["results"]) == 3 and whole["settings"]["benchmarks"] == ["hot-path", "trim"]
+    hot = next(case for case in whole["results"] if case["benchmark"] == "hot-path")
+    assert hot == next(case for case in later["results"] if case["benchmark"] == "hot-path") != earlier["results"][0]
+    assert whole["acceptance"] == later["acceptance"] and picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"weir": "9"}, "weir is '9'"),
+        ({"build": "other"}, "build is 'other'"),
+        ({"hardware": {"processor": "P", "device": "D", "device_label": "7"}}, "another machine"),
+        ({"results": [{}]}, "not the JSON of weir bench"),
+        ({"results": None}, "not the JSON of weir bench"),
+    ],
+)
+def test_runs_that_do_not_belong_together_are_refused(
+    change: dict[str, object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    assert main([*QUICK, "--json", str(one)]) == 0
+    other.write_text(json.dumps(json.loads(one.read_text()) | change))
+    capsys.readouterr()
+    assert main(["bench", "--from", str(one), str(other)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and says in shown.err and not shown.out
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "not JSON"), ("[]", "not the JSON"), ('{"weir": 1}', "not the JSON")])
+def test_a_file_that_is_no_run_is_one_line(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    assert main(["bench", "--from", str(path)]) == 2
+    assert says in capsys.readouterr().err
+    assert main(["bench", "--from", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
