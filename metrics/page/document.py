@@ -8,7 +8,7 @@ Rules:
   comes in one piece then, and nothing piles up here for a visitor who is asleep.
 * The document is touched by its own event loop only; the history's thread just asks for a turn.
 
-Next: panels.py, heatmap.py, address_map.py, words.py, and page.html with page.css and page.js.
+Next: panels.py, heatmap.py, address_map.py, words.py, and page.html with page.css, page.js and map.js.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any, Final, cast
 
 from bokeh.document import Document
-from bokeh.models import ColumnDataSource, CustomJS, Div, InlineStyleSheet, RadioButtonGroup, Range1d, Select
+from bokeh.models import ColumnDataSource, CustomJS, InlineStyleSheet, RadioButtonGroup, Range1d, Select
 
 from allocator.metrics.history import History, PoolHistory
-from allocator.metrics.page.address_map import BY_STATE, BY_STREAM, LEGEND, MapPanel
+from allocator.metrics.page.address_map import LEGEND, MapPanel
 from allocator.metrics.page.heatmap import Heatmap
 from allocator.metrics.page.looks import Looks
 from allocator.metrics.page.panels import Rows, TimePanels, rows_of
@@ -61,8 +62,11 @@ if (times.length) {
   range.setv({start: Math.min(times[0], end - 30000), end: end}, {sync: false});
 }
 """
-# After each update, which ends with a new name, and at the start.
-_SEEN_JS: Final = "seen.tags = [Number(seen.name)];"
+# After each update, and at the start.
+_SEEN_JS: Final = """
+weir.say(words.data);
+words.tags = [words.data["update"][0]];
+"""
 
 
 class Page:
@@ -80,9 +84,6 @@ class Page:
         """A turn of the event loop is on its way."""
         self._map_time = 0.0
         self._watching = ExitStack()
-        sheets = [InlineStyleSheet(css=_read("words.css"))]
-        self._head = Div(name="head", stylesheets=sheets, sizing_mode="stretch_width")
-        self._streams = Div(name="streams", stylesheets=sheets, sizing_mode="stretch_width")
         widgets = [InlineStyleSheet(css=_read("widgets.css"))]
         self._select = Select(name="pool", options=[], visible=False, width=220, stylesheets=widgets)
         self._buttons = RadioButtonGroup(
@@ -102,21 +103,22 @@ class Page:
         self._panels = TimePanels(looks, rows, self._keep)
         self._sizes = Heatmap(columns, self._window.seconds, looks)
         self._map = MapPanel(looks)
-        self._ack = ColumnDataSource({}, name="0", tags=[0])
+        self._words = ColumnDataSource({"head": [""], "streams": [""], "update": [0]}, name="words", tags=[0])
+        """HTML for two places of the page.  It comes last of an update, with its number; tags: what was seen."""
         doc.title = TITLE
         doc.template = cast(Any, _read("page.html"))  # text is a template that extends Bokeh's own page
         doc.template_variables.update(
-            style=_read("page.css"), script=_read("page.js"), legends=self._panels.legends | {"map": LEGEND}
+            style=_read("page.css"),
+            script=_read("page.js") + _read("map.js"),
+            legends=self._panels.legends | {"map": LEGEND},
         )
 
     def open(self) -> None:
         """Put everything into the document, and follow the history until the session ends."""
         roots = (
-            self._head,
             self._select,
             self._buttons,
             *self._panels.figures,
-            self._streams,
             self._sizes.figure,
             self._colors,
             self._map.figure,
@@ -130,23 +132,17 @@ class Page:
         self._refresh()
 
     def _listen(self) -> None:
-        # What only callbacks of the document name is no part of it; `seen` is, as one of a figure's names it too.
-        arguments = {"timeline": self._panels.source, "range": self._looks.x_range, "seen": self._ack}
+        # What only callbacks of the document name is no part of it; `words` is, as one of a figure's names it too.
+        arguments = {"timeline": self._panels.source, "range": self._looks.x_range, "words": self._words}
         newest = CustomJS(args=arguments, code=_RANGE_JS)
         for event in ("streaming", "change:data"):
             self._panels.source.js_on_change(event, newest)
-        seen = CustomJS(args={"seen": self._ack}, code=_SEEN_JS)
-        self._ack.js_on_change("name", seen)
-        self._doc.js_on_event("document_ready", newest, seen, CustomJS(code="window.weirReady();"))
-        self._doc.js_on_event("connection_lost", CustomJS(code="window.weirLost();"))
-        self._colors.js_on_change(
-            "active",
-            CustomJS(
-                args={"mapper": self._map.mapper, "palettes": [list(BY_STREAM), list(BY_STATE)]},
-                code="mapper.palette = palettes[cb_obj.active]; window.weirColors(cb_obj.active);",
-            ),
-        )
-        self._ack.on_change("tags", self._acknowledged)
+        seen = CustomJS(args={"words": self._words}, code=_SEEN_JS)
+        self._words.js_on_change("data", seen)
+        self._doc.js_on_event("document_ready", newest, seen, self._map.paint, CustomJS(code="weir.ready();"))
+        self._doc.js_on_event("connection_lost", CustomJS(code="weir.lost();"))
+        self._colors.js_on_change("active", CustomJS(code="weir.colors(cb_obj.active);"))
+        self._words.on_change("tags", self._acknowledged)
         self._select.on_change("value", self._choose)
         self._buttons.on_change("active", self._look_back)
 
@@ -210,15 +206,13 @@ class Page:
         try:
             self._send()
             self._sent += 1
-            self._ack.name = str(self._sent)
+            self._words.data = {**self._said(), "update": [self._sent]}
         finally:
             self._doc.unhold()
 
     def _send(self) -> None:
         one = self._pool
         if one is None:
-            self._head.text = head(None)
-            self._streams.text = stream_table(None, {})
             return
         if self._fitting_step() > 2 * self._step or (self._fitting_step() > self._step == 1):
             self._show(one)  # a young history has outgrown its rows
@@ -233,9 +227,13 @@ class Page:
         if shown is not None and shown.time != self._map_time:
             self._map_time = shown.time
             self._map.show(shown)
-        self._head.text = head(one)
-        numbers = {} if shown is None else {name: number for number, name in shown.names.items()}
-        self._streams.text = stream_table(one.latest, numbers)
+
+    def _said(self) -> dict[str, list[Any]]:
+        one = self._pool
+        if one is None:
+            return {"head": [head(None)], "streams": [stream_table(None, {})]}
+        numbers = {} if one.map is None else {name: number for number, name in one.map.names.items()}
+        return {"head": [head(one)], "streams": [stream_table(one.latest, numbers)]}
 
     def _show(self, one: PoolHistory | None) -> None:
         """Another pool or another window: everything of it."""
@@ -274,5 +272,6 @@ class Page:
         self._counted = int(columns["number"][-1]) if columns else 0
 
 
+@cache
 def _read(name: str) -> str:
     return resources.files("allocator.metrics.page").joinpath(name).read_text(encoding="utf-8")

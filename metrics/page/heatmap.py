@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-from bokeh.models import ColorBar, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Range1d
+from bokeh.models import ColorBar, ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper, Quad, Range1d
 from bokeh.palettes import Cividis256
 
 from allocator.metrics.history import SIZES
@@ -48,18 +48,20 @@ class Heatmap:
         self.source = ColumnDataSource(self._take(columns), name="cells")
         plot = looks.over_time("sizes", unit="size", label="request size", y_range=Range1d(0, ROWS))
         mapper = LinearColorMapper(palette=list(Cividis256[48:]), low=0.0, high=5.0, nan_color="rgba(0, 0, 0, 0)")
-        cells = plot.quad(
-            left="left",
-            right="right",
-            bottom="bottom",
-            top="top",
-            source=self.source,
-            fill_color={"field": "shade", "transform": mapper},
-            line_color=None,
+        cells = plot.add_glyph(
+            self.source,
+            Quad(
+                left="left",
+                right="right",
+                bottom="bottom",
+                top="top",
+                fill_color={"field": "shade", "transform": mapper},
+                line_color=None,
+            ),
         )
         plot.yaxis.ticker = FixedTicker(ticks=list(range(1, ROWS, 3)))
         plot.yaxis.major_label_overrides = {at: whole(SIZES[at - 1]) for at in range(1, ROWS, 3)}
-        plot.ygrid.visible = False
+        plot.center = []
         plot.add_layout(
             ColorBar(
                 color_mapper=mapper,

@@ -1,29 +1,42 @@
 """Colours, units and axes: how every panel looks.
 
-Rule: the series' colours are the same in light and dark, and told apart by people who see few colours (the palette of
-Okabe and Ito, less its yellow, which no white page shows).  What depends on light or dark (text, grid) is set in the
-browser: page.js.
+Rules:
+
+* Each model costs the page, here and in the browser: what figures can share, they do.
+* The series' colours are the same in light and dark, and told apart by people who see few colours (the palette
+  of Okabe and Ito, less its yellow, which no white page shows).  What depends on light or dark (text, grid) is set in
+  the browser: page.js.
+
 Next: panels.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from bokeh.models import (
     AdaptiveTicker,
     BasicTicker,
+    BasicTickFormatter,
     CustomJSHover,
     CustomJSTickFormatter,
     DataRange1d,
     DatetimeTicker,
+    Grid,
     HoverTool,
     LinearAxis,
+    LogAxis,
+    LogScale,
     LogTicker,
+    Model,
     Range1d,
+    Ticker,
+    TickFormatter,
 )
 from bokeh.plotting import figure
+
+M = TypeVar("M", bound=Model)
 
 BLUE: Final = "#0072b2"
 ORANGE: Final = "#e69f00"
@@ -39,86 +52,81 @@ HUES: Final = (BLUE, GREEN, PURPLE, RED, SKY, ORANGE, "#7a5195", "#8c6d31")
 HEIGHT: Final = 230
 """Of a panel, in pixels."""
 
-# Bytes with a binary unit, chosen by the size of the number.
-BYTES_JS: Final = """
-function bytes(n) {
-  if (!isFinite(n)) return "none";
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let at = 0, size = Math.abs(n);
-  while (size >= 1024 && at < 4) { size /= 1024; at += 1; }
-  return (n < 0 ? "-" : "") + (size >= 100 || size === Math.round(size) ? size.toFixed(0)
-    : size >= 10 ? size.toFixed(1) : size.toFixed(2)) + " " + units[at];
-}
-"""
-SECONDS_JS: Final = """
-function seconds(s) {
-  if (!isFinite(s)) return "none";
-  if (s === 0) return "0 s";
-  const round = (x) => String(Number(x.toPrecision(3)));
-  return s < 1e-3 ? round(s * 1e6) + " us" : s < 1 ? round(s * 1e3) + " ms" : round(s) + " s";
-}
-"""
-CLOCK_JS: Final = (
-    'return new Date(VALUE).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit", '
-    'hourCycle: "h23"});'
-)
 _FORMATS: Final = {
-    "bytes": BYTES_JS + "return bytes(VALUE);",
-    "bytes_per_second": BYTES_JS + 'return bytes(VALUE) + "/s";',
-    "seconds": SECONDS_JS + "return seconds(VALUE);",
-    "share": 'return isFinite(VALUE) ? (Math.round(VALUE * 1000) / 10) + " %" : "none";',
-    "clock": CLOCK_JS,
-    "hex": 'return "0x" + BigInt(Math.round(VALUE)).toString(16);',
+    "bytes": "return weir.bytes(VALUE);",
+    "bytes_per_second": 'return weir.bytes(VALUE) + "/s";',
+    "seconds": "return weir.seconds(VALUE);",
+    "share": "return weir.share(VALUE);",
+    "clock": "return weir.clock(VALUE);",
     "nothing": 'return "";',
 }
+"""In the browser: page.js has the functions."""
 
 
 class Looks:
-    """Formatters and figures of one document.  What can be shared by its figures is: each model costs the page."""
+    """Figures of one document, and what they share."""
 
     def __init__(self, x_range: Range1d) -> None:
         self.x_range = x_range
-        self._ticks: dict[str, CustomJSTickFormatter] = {}
-        self._tips: dict[str, CustomJSHover] = {}
+        self._models: dict[str, Model] = {}
 
-    def ticks(self, kind: str) -> CustomJSTickFormatter:
-        """Labels of an axis.  kind: bytes, bytes_per_second, seconds, share, clock (the reader's time), or nothing."""
-        if kind not in self._ticks:
-            self._ticks[kind] = CustomJSTickFormatter(code=_FORMATS[kind].replace("VALUE", "tick"))
-        return self._ticks[kind]
+    def ticks(self, unit: str) -> CustomJSTickFormatter:
+        """Labels of an axis.  unit: bytes, bytes_per_second, seconds, share, clock (the reader's time), or nothing."""
+        return self._shared(f"{unit} ticks", CustomJSTickFormatter, code=_FORMATS[unit].replace("VALUE", "tick"))
 
-    def tips(self, kind: str) -> CustomJSHover:
-        """Values in a tooltip.  kind: as for `ticks`, or hex."""
-        if kind not in self._tips:
-            self._tips[kind] = CustomJSHover(code=_FORMATS[kind].replace("VALUE", "value"))
-        return self._tips[kind]
+    def tips(self, unit: str) -> CustomJSHover:
+        """Values in a tooltip.  unit: as for `ticks`."""
+        return self._shared(f"{unit} tips", CustomJSHover, code=_FORMATS[unit].replace("VALUE", "value"))
 
-    def dress(self, axis: Any, unit: str) -> None:
-        """Units on an axis: bytes, bytes_per_second, seconds, share, count (of whole things), or a plain number."""
-        if unit in _FORMATS:
-            axis.formatter = self.ticks(unit)
-        if unit in ("bytes", "bytes_per_second"):  # 256 MiB, never 268.4 MB
-            axis.ticker = AdaptiveTicker(
-                base=1024, mantissas=[2**n for n in range(10)], min_interval=1, desired_num_ticks=4, num_minor_ticks=0
-            )
-        elif unit == "count":
-            axis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=4, num_minor_ticks=0)
-        elif unit in ("share", "number"):
-            axis.ticker = BasicTicker(desired_num_ticks=5, num_minor_ticks=0)
-        elif unit == "seconds":
-            axis.ticker = LogTicker(mantissas=[1], desired_num_ticks=5, num_minor_ticks=0)
+    def _formatter(self, unit: str) -> TickFormatter:
+        return self.ticks(unit) if unit in _FORMATS else self._shared("plain", BasicTickFormatter)
 
-    def over_time(self, name: str, *, unit: str, label: str, y_range: Any = None, log: bool = False) -> figure:
-        """An empty panel over time, whose y axis starts at 0 and follows what is in sight."""
+    def _ticker(self, unit: str) -> Ticker:
+        match unit:
+            case "bytes" | "bytes_per_second":  # 256 MiB, never 268.4 MB
+                return self._shared(
+                    "bytes",
+                    AdaptiveTicker,
+                    base=1024,
+                    mantissas=[2**n for n in range(10)],
+                    min_interval=1,
+                    desired_num_ticks=4,
+                    num_minor_ticks=0,
+                )
+            case "count":
+                return self._shared(
+                    "count",
+                    AdaptiveTicker,
+                    mantissas=[1, 2, 5],
+                    min_interval=1,
+                    desired_num_ticks=4,
+                    num_minor_ticks=0,
+                )
+            case "seconds":
+                return self._shared("log", LogTicker, mantissas=[1], desired_num_ticks=5, num_minor_ticks=0)
+            case "time":
+                return self._shared("time", DatetimeTicker, desired_num_ticks=4, num_minor_ticks=0)
+        return self._shared("number", BasicTicker, desired_num_ticks=5, num_minor_ticks=0)
+
+    def _shared(self, key: str, kind: type[M], **options: Any) -> M:
+        """The one model of this document under that name."""
+        if key not in self._models:
+            self._models[key] = kind(**options)
+        return cast(M, self._models[key])
+
+    def plain(
+        self, name: str, *, height: int, x_range: Any, y_range: Any, label: str, unit: str = "", log: bool = False
+    ) -> figure:
+        """An empty panel with two axes and lines across.  unit: of the y axis, as for `dress`; none of a figure that
+        labels its own."""
         plot = figure(
             name=name,
-            height=HEIGHT,
+            height=height,
             sizing_mode="stretch_width",
-            x_range=self.x_range,
-            y_range=DataRange1d(start=0, range_padding=0.08) if y_range is None else y_range,
-            x_axis_type="datetime",
-            y_axis_type="log" if log else "linear",
-            window_axis="x",
+            x_range=x_range,
+            y_range=y_range,
+            x_axis_type=None,  # figure's own axes bring some thirty models, most of them to be replaced
+            y_axis_type=None,
             tools="",
             toolbar_location=None,
             min_border_right=16,
@@ -126,19 +134,26 @@ class Looks:
             background_fill_color=None,
             border_fill_color=None,
         )
-        plot.xaxis[0].update(
-            formatter=self.ticks("clock"), ticker=DatetimeTicker(desired_num_ticks=4, num_minor_ticks=0)
-        )
-        plot.yaxis[0].axis_label = label
-        self.dress(plot.yaxis[0], unit)
-        plot.xgrid[0].visible = False
+        plot.title = None
+        if log:
+            plot.y_scale = LogScale()
+        shared = {"ticker": self._ticker(unit), "formatter": self._formatter(unit), "minor_tick_line_color": None}
+        left = (LogAxis if log else LinearAxis)(axis_label=label, **shared)
+        plot.add_layout(left, "left")
+        plot.add_layout(Grid(axis=left, dimension=1), "center")
+        return plot
+
+    def over_time(self, name: str, *, unit: str, label: str, y_range: Any = None, log: bool = False) -> figure:
+        """An empty panel over time, whose y axis starts at 0 and follows what is in sight."""
+        y_range = DataRange1d(start=0, range_padding=0.08) if y_range is None else y_range
+        plot = self.plain(name, height=HEIGHT, x_range=self.x_range, y_range=y_range, label=label, unit=unit, log=log)
+        plot.add_layout(LinearAxis(ticker=self._ticker("time"), formatter=self.ticks("clock")), "below")
         return plot
 
     def right_axis(self, plot: figure, range_name: str, *, unit: str, label: str) -> None:
         """A second y axis, for the series that name `range_name`."""
-        axis = LinearAxis(y_range_name=range_name, axis_label=label)
-        self.dress(axis, unit)
-        plot.add_layout(axis, "right")
+        shared = {"ticker": self._ticker(unit), "formatter": self._formatter(unit)}
+        plot.add_layout(LinearAxis(y_range_name=range_name, axis_label=label, **shared), "right")
 
     def hover(self, plot: figure, renderer: Any, rows: list[tuple[str, str, str]]) -> None:
         """One tooltip for the moment under the pointer.  rows: (label, column, kind)."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from bokeh.models import ColumnDataSource, DataRange1d, Range1d
+from bokeh.models import ColumnDataSource, DataRange1d, Line, Range1d, Stack, VArea
 from bokeh.plotting import figure
 
 from allocator.metrics.history import COLUMNS, REUSE, STEPS
@@ -125,6 +125,11 @@ def _joined(given: Rows, step: int) -> Rows:
     return joined
 
 
+def _stack(columns: Sequence[str]) -> Any:
+    """The sum of some columns; shared by the area below and the one above."""
+    return {"expr": Stack(fields=list(columns))}
+
+
 class TimePanels:
     """The source and its figures, each with its legend, by name."""
 
@@ -161,22 +166,23 @@ class TimePanels:
     def _draw(self, plot: figure, series: Iterable[Series]) -> list[Any]:
         """Draw the series, the areas on top of each other, with legend and tooltip; returns the lines."""
         series = list(series)
-        if areas := [one for one in series if one.kind == "area"]:
-            plot.varea_stack(
-                [one.column for one in areas],
-                x="time",
-                color=[one.color for one in areas],
-                source=self.source,
-                fill_alpha=0.85,
-            )
+        below = _stack(())
+        fields: list[str] = []
+        for area in (one for one in series if one.kind == "area"):
+            fields.append(area.column)
+            above = _stack(fields)
+            plot.add_glyph(self.source, VArea(x="time", y1=below, y2=above, fill_color=area.color, fill_alpha=0.85))
+            below = above
         lines = [
-            plot.line(
-                "time",
-                one.column,
-                source=self.source,
-                color=one.color,
-                line_width=2,
-                line_dash="dashed" if one.kind == "dashed" else "solid",
+            plot.add_glyph(
+                self.source,
+                Line(
+                    x="time",
+                    y=one.column,
+                    line_color=one.color,
+                    line_width=2,
+                    line_dash="dashed" if one.kind == "dashed" else "solid",
+                ),
                 **({"y_range_name": one.y_range} if one.y_range else {}),
             )
             for one in series

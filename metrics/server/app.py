@@ -45,6 +45,8 @@ PAGES: Final = 32
 """Live pages that may be open at once."""
 DOWNLOADS: Final = 4
 """Snapshots that may be under way at once."""
+COMPONENTS: Final = ("bokeh", "bokeh-widgets")
+"""Scripts of Bokeh's that the page loads: without its tables, WebGL and formulas, which are more than half of them."""
 GAP_S: Final = 0.05
 HEALTH_S: Final = 5.0
 """A device that has not answered after so long is not well."""
@@ -125,7 +127,9 @@ class App(BokehTornado):
 
     def resources(self, absolute_url: str | bool | None = None) -> Resources:
         """From this server, whatever the environment says: it may be all the network there is."""
-        return Resources(mode="server", root_url="/", path_versioner=StaticHandler.append_version)
+        return Resources(
+            mode="server", root_url="/", path_versioner=StaticHandler.append_version, components=list(COMPONENTS)
+        )
 
     def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
         """Every request comes through here, once its headers are there."""

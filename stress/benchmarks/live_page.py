@@ -14,15 +14,15 @@ from __future__ import annotations
 import random
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from allocator import Allocation, CachingAllocator, Config, SimDevice, Stream
 from allocator.errors import AllocatorError
-from allocator.metrics import History, make_document
+from allocator.metrics import History, serve
 
 BLOCKS = 20_000
 HOUR = 3600
@@ -36,10 +36,9 @@ PROBE = """
 window.probe = {drawn: 0, updates: []};
 (function watch() {
   const doc = window.Bokeh?.documents?.[0];
-  const blocks = doc?.get_model_by_name?.("blocks-map");
-  const ready = document.documentElement?.dataset.ready === "yes" && blocks?.data_source.data["left"].length > 0;
-  if (!ready) return requestAnimationFrame(watch);
-  requestAnimationFrame(() => setTimeout(() => { window.probe.drawn = performance.now(); }, 0));
+  if (document.documentElement?.dataset.ready !== "yes" || !weir.map.painted) return requestAnimationFrame(watch);
+  const frame = (then) => requestAnimationFrame(() => setTimeout(then, 0));
+  frame(() => frame(() => { window.probe.drawn = performance.now(); }));  // the picture is shown a frame later
   const apply = doc.apply_json_patch.bind(doc);
   let began = 0, last = 0;
   doc.apply_json_patch = (...patch) => {
@@ -129,31 +128,10 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def served(history: History) -> Iterator[str]:
-    """The page, in a thread of its own; its address."""
-    from bokeh.server.server import Server
-    from tornado.ioloop import IOLoop
-
-    started = threading.Event()
-    box: dict[str, Any] = {}
-
-    def run() -> None:
-        loop = IOLoop()
-        server = Server({"/": lambda doc: make_document(doc, history)}, address="127.0.0.1", port=0, io_loop=loop)
-        server.start()
-        box.update(loop=loop, port=server.port)
-        loop.add_callback(started.set)
-        loop.start()
-        server.stop()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    started.wait(60)
-    try:
-        yield f"http://127.0.0.1:{box['port']}/"
-    finally:
-        box["loop"].add_callback(box["loop"].stop)
-        thread.join(60)
+def served(pool: CachingAllocator, history: History) -> Iterator[str]:
+    """The page as `serve` serves it, with this history behind it; its address."""
+    with mock.patch("allocator.metrics.history.History", lambda pools: history), serve(pool, port=0) as server:
+        yield server.url
 
 
 def until(condition: Callable[[], Any]) -> Any:
@@ -179,7 +157,7 @@ def measure() -> dict[str, list[float]]:
     clock.go_on()
     found: dict[str, list[float]] = {"load": [], "update": [], "update, all blocks new": []}
     history.start()
-    with served(history) as url, browser() as chrome:
+    with served(pool, history) as url, browser() as chrome:
         chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PROBE})
         for _ in range(LOADS):
             chrome.get(url)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from allocator import CachingAllocator, Config, SimDevice, Stream
+from allocator.metrics.page.address_map import BY_STREAM
+from allocator.metrics.page.looks import BLUE, HUES, ORANGE
 from tests.browser.chrome import Browser
 
 MIB = 1 << 20
@@ -27,12 +30,23 @@ PANELS = (
 Serve = Callable[..., str]
 
 
+def pixel(color: str) -> int:
+    """#rrggbb as a picture has it."""
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return 255 << 24 | blue << 16 | green << 8 | red
+
+
+LIVE = [pixel(hue) for hue in HUES]
+LIVE_BUT_ORANGE = [one for one in LIVE if one != pixel(ORANGE)]
+"""By state, orange is in flight."""
+
+
 def test_every_panel_has_data_and_is_drawn_without_a_complaint(
     chromium: Browser, served: Serve, busy: CachingAllocator
 ) -> None:
     chromium.open(served(busy))
     chromium.until("return Bokeh.documents[0].get_model_by_name('timeline').data.time.length >= 3")
-    chromium.until("return Bokeh.documents[0].get_model_by_name('blocks').data.left.length > 0")
+    chromium.until("return weir.map.painted > 0")
     for name in PANELS:
         drawn = chromium.until(
             """
@@ -48,13 +62,10 @@ def test_every_panel_has_data_and_is_drawn_without_a_complaint(
         assert drawn["width"] > 200, name
     assert max(chromium.column("timeline", "reserved_bytes")) > 10 * MIB
     assert max(chromium.column("cells", "count")) > 0
-    text = chromium.until(
-        "return Object.values(Bokeh.index.roots ?? Bokeh.index).flat()"
-        ".find((one) => one.model?.name === 'head').el.shadowRoot.textContent.trim()"
-    )
+    text = chromium.until("return document.getElementById('head').textContent.trim()")
     for question in ("Could be given back now", "In flight", "Saved by reuse across streams"):
         assert question in text
-    chromium.until("return document.querySelector('#panel-streams > .bk-Div, #panel-streams div')")
+    chromium.until("return document.querySelectorAll('#streams tbody tr').length")
     assert chromium.complaints() == []
 
 
@@ -83,21 +94,23 @@ def test_what_the_map_says_under_the_pointer_is_so(chromium: Browser, served: Se
         address = flying.ptr
         flying.close()
         chromium.open(served(pool))
-        chromium.until("return Bokeh.documents[0].get_model_by_name('blocks').data.left.length >= 2")
+        chromium.until("return weir.map.painted >= 2")
         for ptr, size, state in ((live.ptr, "3 MiB", "live"), (address, "2 MiB", "in flight")):
             place = chromium.ask(
                 """
-                const source = Bokeh.documents[0].get_model_by_name("blocks").data;
-                const at = Array.from(source.address).indexOf(arguments[0]);
+                const size = Bokeh.documents[0].get_model_by_name("blocks").data.size;
                 const views = Object.values(Bokeh.index.roots ?? Bokeh.index).flat();
                 const view = views.find((one) => one.model?.name === "map");
                 view.el.scrollIntoView({block: "center"});
                 const frame = view.frame;
                 const box = view.canvas_view.el.getBoundingClientRect();
-                return [box.left + frame.x_scale.compute((source.left[at] + source.right[at]) / 2),
-                        box.top + frame.y_scale.compute((source.top[at] + source.bottom[at]) / 2)];
+                const row = view.model.x_range.end;
+                const begin = weir.map.sums(size)[arguments[0]];
+                const piece = Math.min(size[arguments[0]], row - begin % row);
+                return [box.left + frame.x_scale.compute(begin % row + piece / 2),
+                        box.top + frame.y_scale.compute(Math.floor(begin / row) + 0.5)];
                 """,
-                ptr,
+                [block["address"] for segment in pool.snapshot()["segments"] for block in segment["blocks"]].index(ptr),
             )
             chromium.driver.execute_cdp_cmd(
                 "Input.dispatchMouseEvent", {"type": "mouseMoved", "x": place[0], "y": place[1]}
@@ -117,6 +130,106 @@ def test_what_the_map_says_under_the_pointer_is_so(chromium: Browser, served: Se
             assert size in text and state in text and "copy" in text
         live.close()
         assert chromium.complaints() == []
+
+
+def painted(chromium: Browser, sizes: list[int], states: list[int], streams: list[int], **view: int) -> np.ndarray:
+    """A picture of these blocks, as lines of pixels of red, green, blue and opacity."""
+    pixels = chromium.ask(
+        """
+        const [size, state, stream, view, colors] = arguments;
+        const pixels = new Uint32Array(view.width * view.height);
+        const sums = weir.map.sums(size);
+        const palette = colors.map((color) => [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)));
+        weir.map.paint(pixels, view.width, view.height, view, {size, state, stream}, sums,
+          Float64Array.of(0, sums[size.length]), palette, [1, 2, 3]);
+        return Array.from(pixels);
+        """,
+        sizes,
+        states,
+        streams,
+        view,
+        list(BY_STREAM),
+    )
+    return np.array(pixels, dtype="<u4").view(np.uint8).reshape(view["height"], view["width"], 4)
+
+
+@pytest.mark.parametrize(
+    ("row", "view"),
+    [
+        (1000, {"x0": 0, "x1": 1000, "y0": 0, "y1": 10}),
+        (1000, {"x0": 250, "x1": 375, "y0": 3, "y1": 5}),
+        (700, {"x0": 0, "x1": 700, "y0": 0, "y1": 15}),
+        (1000, {"x0": -200, "x1": 1300, "y0": -2, "y1": 12}),
+    ],
+    ids=["all", "a part", "a last row that is not full", "more than there is"],
+)
+def test_a_pixel_of_the_map_is_the_mean_of_what_lies_there(
+    row: int, view: dict[str, int], chromium: Browser, served: Serve
+) -> None:
+    random = np.random.default_rng(3)
+    sizes = [2500]  # over several rows
+    while sum(sizes) < 10_000:
+        sizes.append(min(int(random.choice([1, 2, 3, 12, 40])), 10_000 - sum(sizes)))
+    states = [int(n) for n in random.integers(3, size=len(sizes))]
+    streams = [int(n) for n in random.integers(-3, 20, size=len(sizes))]
+    with CachingAllocator(SimDevice(memory=1 << 30), config=Config(), name="idle") as pool:
+        chromium.open(served(pool))
+        width, height = 250, (view["y1"] - view["y0"]) * 12
+        picture = painted(chromium, sizes, states, streams, width=width, height=height, row=row, **view)
+    colors = np.array([[int(color[at : at + 2], 16) for at in (1, 3, 5)] for color in BY_STREAM], dtype=float)
+    shade = [
+        0 if state == 2 else 1 + stream % len(HUES) + len(HUES) * (state == 1)
+        for state, stream in zip(states, streams, strict=True)
+    ]
+    fine = 20  # looks at each byte this often; a line between blocks is half a pixel, which no sample may decide
+    begin = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    color = np.repeat(colors[shade], sizes, axis=0)
+    size = np.repeat(sizes, sizes)
+    scale = width / (view["x1"] - view["x0"])
+    for line in range(view["y0"], view["y1"]):
+        at = view["x0"] + (np.arange(width * fine) + 0.5) / fine / scale
+        byte = line * row + np.floor(at).astype(int)
+        there = (line >= 0) & (at >= 0) & (at < row) & (byte >= 0) & (byte < 10_000)
+        byte = np.where(there, byte, 0)
+        weight = there.astype(float).reshape(width, fine)
+        mean = (color[byte].reshape(width, fine, 3) * weight[..., None]).sum(1) / np.maximum(weight.sum(1), 1)[:, None]
+        got = picture[(line - view["y0"]) * 12 + 6]
+        # Whole pixels away from a line around a segment, or between two wide blocks.
+        end = begin[byte] + size[byte]
+        row_end = (line + 1) * row
+        wide = (np.minimum(end, row_end) - np.maximum(begin[byte], line * row)) * scale >= 3.5
+        near = there & wide & ((np.minimum(end, row_end) - (line * row + at)) * scale <= 1.5)
+        sure = (weight.mean(1) == 1) & ~near.reshape(width, fine).any(1)
+        edges = [0.0, 10_000.0 - line * row]
+        places = [int((edge - view["x0"]) * scale) for edge in edges]
+        for place in places:
+            sure[max(0, place - 1) : max(0, place + 2)] = False
+        assert np.abs(got[sure, :3] - mean[sure]).max(initial=0) <= 14, line
+        assert (got[sure, 3] == 255).all()
+        assert (got[(weight.sum(1) == 0) & ~np.isin(np.arange(width), places), 3] == 0).all(), "nothing is there"
+    assert len(np.unique(picture.reshape(-1, 4), axis=0)) > 5, "there is something to see"
+
+
+def test_the_map_is_painted_anew_for_what_is_in_sight(chromium: Browser, served: Serve, busy: CachingAllocator) -> None:
+    chromium.open(served(busy))
+    chromium.until("return weir.map.painted > 0")
+    chromium.ask(
+        "const plot = Bokeh.documents[0].get_model_by_name('map');"
+        "plot.x_range.setv({start: plot.x_range.end / 4, end: plot.x_range.end / 2});"
+        "plot.y_range.setv({start: 2, end: 1});"
+    )
+    shown = chromium.until(
+        """
+        const {x, y, dw, dh, image} = Bokeh.documents[0].get_model_by_name("picture").data;
+        const plot = Bokeh.documents[0].get_model_by_name("map");
+        if (y[0] !== 1) return null;
+        return {x: x[0] / plot.x_range.reset_end, dw: dw[0] / plot.x_range.reset_end, dh: dh[0],
+                shape: image[0].shape, inner: [plot.inner_height, plot.inner_width]};
+        """
+    )
+    assert (shown["x"], shown["dw"], shown["dh"]) == (0.25, 0.25, 1)
+    assert shown["shape"] == shown["inner"], "one pixel of the picture is one of the screen"
+    assert chromium.complaints() == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -169,11 +282,14 @@ def test_another_window_of_time_and_other_colours_can_be_chosen(
       const group = Object.values(Bokeh.index.roots ?? Bokeh.index).flat().find((v) => v.model?.name === arguments[0]);
       group.el.shadowRoot.querySelectorAll("button, .bk-btn")[arguments[1]].click();
     """
-    before = chromium.ask("return Bokeh.documents[0].get_model_by_name('blocks-colors').palette.join()")
+    chromium.until("return weir.map.painted > 0")
+    used = """
+      const [pixels] = Bokeh.documents[0].get_model_by_name("picture").data.image;
+      const used = arguments[0].filter((color) => pixels.includes(color));
+    """
+    chromium.until(used + "return used.length > 1", LIVE)  # streams have colours of their own
     chromium.ask(press, "colors", 1)
-    chromium.until(
-        "return Bokeh.documents[0].get_model_by_name('blocks-colors').palette.join() !== arguments[0]", before
-    )
+    chromium.until(used + "return used.length === 1 && used[0] === arguments[1]", LIVE_BUT_ORANGE, pixel(BLUE))
     chromium.until("return Bokeh.documents[0].get_model_by_name('timeline').data.number.length >= 4")
     for at, seconds in ((3, 3600), (0, 60)):
         chromium.ask(press, "window", at)
