@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import pytest
 from allocator import CachingAllocator, Config, OutOfMemoryError, SimDevice, Stream
 from allocator.allocation import Allocation
 from allocator.sizes import KIB, MIB
-from allocator.sync import OwnedLock, Shield, shield, shielded
+from allocator.sync import shield, shielded
 from tests.faults.desk import LONG, OPERATIONS, SETTINGS, SHORT, Desk, Prepare
 from tests.faults.interrupts import interrupted
 
@@ -78,93 +77,6 @@ def interrupt_here() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_inside_the_shield_an_interrupt_comes_at_the_end() -> None:
-    steps: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        with shield:
-            interrupt_here()
-            steps.append("the rest")
-        steps.append("never")
-    assert steps == ["the rest"]
-
-
-def test_shields_nest_and_the_outermost_tells() -> None:
-    steps: list[str] = []
-    with pytest.raises(KeyboardInterrupt), shield:
-        with shield:
-            interrupt_here()
-        steps.append("after the inner")
-    assert steps == ["after the inner"]
-
-
-def test_the_programs_own_handler_is_called_and_put_back() -> None:
-    heard: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    mine = signal.getsignal(signal.SIGINT)
-    with shield:
-        interrupt_here()
-        assert heard == []
-    assert heard == [signal.SIGINT]
-    assert signal.getsignal(signal.SIGINT) is mine
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def test_where_interrupts_are_ignored_they_stay_ignored() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with shield:
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        interrupt_here()
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def test_other_threads_touch_no_handler() -> None:
-    seen: list[object] = []
-
-    @shielded
-    def call() -> None:
-        with shield.lifted():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    assert seen == [signal.default_int_handler]
-
-
-def test_in_a_forked_child_the_thread_that_forked_is_the_main_one() -> None:
-    mine = Shield()
-    mine.forked()
-    assert mine._main == threading.get_ident()
-
-    def elsewhere() -> None:
-        mine.depth = 2  # the main thread was inside, and is not there in the child
-        mine.forked()
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert not mine.depth and mine._main == thread.ident
-
-
-def test_an_error_inside_the_shield_is_the_callers() -> None:
-    with pytest.raises(ValueError, match="mine"), shield:
-        raise ValueError("mine")
-    assert not shield.depth
-
-
-def test_foreign_code_is_interrupted_at_once_and_what_was_put_off_comes_first() -> None:
-    steps: list[str] = []
-    with pytest.raises(KeyboardInterrupt), shield, shield.lifted():
-        interrupt_here()
-        steps.append("never")
-    with pytest.raises(KeyboardInterrupt), shield:
-        interrupt_here()
-        with shield.lifted():
-            steps.append("never")
-    assert steps == [] and not shield.depth
-
-
 def test_an_out_of_memory_callback_can_be_interrupted_and_the_pool_goes_on() -> None:
     gpu = SimDevice(memory=64 * MIB)
     with CachingAllocator(gpu, config=Config(limit=4 * MIB, wait_timeout=0)) as pool:
@@ -185,48 +97,6 @@ def test_an_out_of_memory_callback_can_be_interrupted_and_the_pool_goes_on() -> 
             pool.allocate(MIB, stream=s)
         kept.close()
         pool.allocate(MIB, stream=s).close()
-
-
-def test_a_lock_that_is_interrupted_just_after_it_was_taken_is_given_back() -> None:
-    class Inner:
-        """What the interpreter does when a signal comes in with the lock: it raises at the end of the call."""
-
-        def __init__(self) -> None:
-            self.held = False
-
-        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-            self.held = True
-            raise KeyboardInterrupt
-
-        def release(self) -> None:
-            self.held = False
-
-        def _is_owned(self) -> bool:
-            return self.held
-
-        def __enter__(self) -> bool:
-            return self.acquire()
-
-        def __exit__(self, *error: object) -> None:
-            self.release()
-
-    inner = Inner()
-    lock = OwnedLock(inner)
-    with pytest.raises(KeyboardInterrupt), lock:
-        pass
-    assert not inner.held
-    with pytest.raises(KeyboardInterrupt):
-        lock.acquire(timeout=1)
-    assert not inner.held
-
-
-def test_leaving_a_locked_section_is_no_python_function() -> None:
-    """There the interpreter would look for signals, before the lock is released."""
-    lock = OwnedLock()
-    assert not hasattr(lock.__exit__, "__code__") and not hasattr(lock.release, "__code__")
-    with lock:
-        assert lock.held_here()
-    assert not lock.held_here()
 
 
 def test_an_allocation_that_was_never_finished_has_nothing_to_give_back() -> None:
@@ -311,17 +181,3 @@ def test_real_signals_at_any_time_lose_nothing() -> None:
     assert (stats.allocated_bytes, stats.in_flight_bytes) == (0, 0)
     pool.close()
     assert gpu.races == [] and gpu.violations == [] and gpu.used_bytes == 0
-
-
-def test_a_loop_that_handles_signals_outside_python_keeps_its_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gevent's watcher of SIGINT is none of Python's handlers: setting one, and putting it back, would end it."""
-    touched: list[object] = []
-    monkeypatch.setattr("allocator.sync._set_handler", lambda number, handler: touched.append(handler))
-    with Shield():
-        assert len(touched) == 1  # the control
-    monkeypatch.setitem(sys.modules, "gevent", sys)
-    touched.clear()
-    idle = Shield()
-    with idle, idle:
-        assert idle.depth == 0
-    assert touched == []

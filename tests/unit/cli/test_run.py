@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
+import socket
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from allocator import CachingAllocator, SimDevice
+from allocator.cli import main, run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy's package (no GPU)")
 
@@ -209,3 +217,74 @@ def test_help_teaches_with_examples() -> None:
     assert done.returncode == 0
     for word in ("weir run train.py", "--metrics-port", "WEIR_LIMIT", "exit status"):
         assert word in done.stdout
+
+
+# -- in this process -------------------------------------------------------------------------------
+
+
+class Installed:
+    """What `allocator.cupy` is to the command, with one pool on the simulator."""
+
+    def __init__(self) -> None:
+        self.pool = CachingAllocator(SimDevice(), name="cupy:0")
+
+    def pools(self) -> dict[int, CachingAllocator]:
+        return {0: self.pool}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Installed]:
+    one = Installed()
+    monkeypatch.setattr(run, "_install", lambda ends: one)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    yield one
+    one.pool.close()
+
+
+def test_metrics_are_served_as_long_as_the_program_runs_and_no_longer(
+    installed: Installed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = write(
+        tmp_path,
+        "train.py",
+        "import re, sys, urllib.request\n"
+        "url = re.search(r'http://\\S+', sys.stderr.getvalue())[0].rstrip('/')\n"
+        "print(url, 'weir_reserved_bytes{' in urllib.request.urlopen(url + '/metrics').read().decode())\n",
+    )
+    heard = io.StringIO()
+    with contextlib.redirect_stderr(heard):
+        assert main(["run", "--metrics-port", "0", script]) == 0
+    url, served = capsys.readouterr().out.split()
+    assert served == "True" and f"weir: metrics and live page at {url}" in heard.getvalue()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(url + "/metrics", timeout=5)
+
+
+def test_the_summary_counts_what_the_program_did(
+    installed: Installed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed.pool.allocate(1 << 20).close()
+    installed.pool.allocate(1 << 20).close()
+    assert main(["run", "--summary", write(tmp_path, "train.py", "raise SystemExit(7)")]) == 7
+    assert "weir: device 0: 2 allocations, 50.0 % without new memory, 0 of them from" in capsys.readouterr().err
+
+
+def test_a_module_that_is_not_there_and_a_port_that_cannot_be_are_one_line_each(
+    installed: Installed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "-m", "no_such_module_anywhere"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["weir run: no module named no_such_module_anywhere"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["run", "--metrics-port", str(taken.getsockname()[1]), write(tmp_path, "train.py", "")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_it_is_cupy_that_gets_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("allocator.cupy", exc_type=ImportError)
+    told: list[str] = []
+    monkeypatch.setattr(cupy, "install", lambda: told.append("install"))
+    with contextlib.ExitStack() as ends:
+        assert run._install(ends) is cupy
+    assert told == ["install"]
