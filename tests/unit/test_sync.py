@@ -6,11 +6,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from allocator.errors import Reentered
-from allocator.sync import OwnedLock, Shield, inner_of, make_lock, shield, shielded, use_lock_factory
+from allocator.sync import LockLike, OwnedLock, Shield, inner_of, make_lock, shield, shielded, use_lock_factory
 
 
 @pytest.fixture(autouse=True)
@@ -175,8 +176,7 @@ def test_the_hot_path_enters_the_inner_lock_and_can_ask_whether_it_is_inside() -
     assert not inside()
     with section:
         assert inside() and lock.held_here()
-    plain = threading.Lock()
-    section, inside = inner_of(plain)  # a test's own lock, perhaps, which tells nothing
+    section, inside = inner_of(cast(LockLike, plain := threading.Lock()))  # one of a test's own, which tells nothing
     with section:
         assert plain.locked() and not inside()
 
