@@ -1,7 +1,8 @@
 """The core's own door: `pool.allocate(nbytes, stream)`, against a floor and against pools that never cross.
 
 On the simulator the race oracle is not told of the hand-outs: it is the simulator's, not the allocator's.
-`per-stream` is what peers do that keep a cache a stream: the same pool code, one pool a stream, nothing crosses.
+`per-stream` is what peers do that keep a cache a stream: the same pool code, one pool a stream, nothing crosses.  Its
+pools have plain memory: a thousand of them would want more addresses than there are.
 
 Next: floors.py; hooks.py (the same through CuPy).
 """
@@ -48,7 +49,7 @@ class PerStream:
         """Memory that this stream alone will ever have."""
         pool = self._pools.get(stream)
         if pool is None:
-            pool = self._pools[stream] = open_pool(self._device)
+            pool = self._pools[stream] = open_pool(self._device, Config(backing="malloc"))
         return pool.allocate(nbytes, stream)
 
     def close(self) -> None:

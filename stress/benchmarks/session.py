@@ -25,7 +25,7 @@ from allocator.stress.benchmarks.runner import Measured, Results, run
 from allocator.stress.benchmarks.ticker import Ticker
 
 MEMORY: Final = 1 << 36
-"""Bytes of the simulated device.  A pool reserves addresses for all of it, and they are to be enough for 1000 pools."""
+"""Bytes of the simulated device."""
 
 
 def open_device(ordinal: int | None) -> Device:

@@ -46,7 +46,7 @@ def test_operations_are_fitted_to_the_time() -> None:
         for _ in range(2000 * n):
             pass
 
-    case = Case("x", [Contender("slow", slow), recorder(log, "quick", None)], "slow", operations=4, wall=True)
+    case = Case("x", [Contender("slow", slow), recorder(log, "quick", None)], "slow", operations=4)
     found = measure("m", case, stage(seconds=0.05))
     assert found.operations["quick"] > found.operations["slow"] >= 1
     assert {n for name, n in log[2:] if name == "quick"} == {found.operations["quick"]}
