@@ -50,9 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in worst[:SHOWN]:
         missing = counted[name]["missing_lines"]
         if missing:
-            print(
-                f"  {name}: {len(missing)} lines missing, {', '.join(map(str, missing[:10]))}{' ...'[: len(missing)]}"
-            )
+            first = ", ".join(map(str, missing[:10]))
+            print(f"  {name}: {len(missing)} lines missing, {first}{' ...' if len(missing) > 10 else ''}")
     print(f"{len(counted)} files: {lines:.2f} % of lines, {branches:.2f} % of branches")
     wrong = [
         f"{what} below {bound:g} %"
