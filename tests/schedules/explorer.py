@@ -100,6 +100,9 @@ def _end(play: Play, actor: Actor) -> str | None:
         stats = pool.stats()
         if stats.allocated_bytes or stats.in_flight_bytes:
             return f"lost: {stats.allocated_bytes} bytes allocated, {stats.in_flight_bytes} in flight"
+        limit = play.config.get("limit")
+        if limit and stats.limit_bytes == limit and stats.peak_reserved_bytes > limit:
+            return f"over the limit: {stats.peak_reserved_bytes} bytes were reserved"
         lines = pool._registry.lines.values()
         if any(line.pins for line in lines) or any(s.users for line in lines for s in line.in_flight):
             return "a pin or a use of an event was not given back"

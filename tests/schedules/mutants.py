@@ -1,0 +1,456 @@
+"""Locking, draining and accounting, each broken on purpose: a mutant is the real code with one piece of text replaced.
+
+The rules R1 to R13 have theirs in tests/model/mutants.py and capture_mutants.py.  `catch` says what reveals one here:
+
+    "alone: PROGRAM"        its threads one after the other
+    "orders: PROGRAM"       some order with one switch
+    "seeds: PROGRAM"        some random order
+    "garbage: PROGRAM"      the garbage collector at some place
+    "account: NAME"         a comparison of the statistics with what a program did
+
+    python -m tests.schedules.mutants        each of all mutants, and what kills it; exit status 1 if one lives
+
+Next: test_mutants.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from allocator import CachingAllocator, Config, OutOfMemoryError, SimDevice, Stream
+from allocator.sizes import KIB, MIB
+from tests.model.capture_mutants import ALL_MUTANTS, CAPTURING, SETTLING
+from tests.model.mutants import CACHING, FREES, GROWTH, LADDER, POOL, SHELVES, Change, Mutant
+from tests.schedules.explorer import Outcome, by_seed, collect, explore, run
+from tests.schedules.programs import BY_NAME, Play
+
+ACCOUNTS = f"{CACHING}.accounting:Accounts"
+REAPER = f"{CACHING}.reaper"
+LOCK = "allocator.sync:OwnedLock"
+
+SEEDS: Final = range(60)
+
+MORE: Final = {
+    play.name: play
+    for play in (
+        Play(
+            "two_that_grow",
+            "",
+            ("into 1 0 1; into 2 0 1", "into 3 1 1; into 4 1 1"),
+            "stats",
+            config={"limit": 4 * MIB},
+        ),
+    )
+}
+
+
+def _m(name: str, catch: str, *changes: tuple[str, str, str]) -> Mutant:
+    return Mutant(name, tuple(Change(*change) for change in changes), catch)
+
+
+# -- statistics against what a program did -----------------------------------------------------------
+
+
+def _used(pool: CachingAllocator, gpu: SimDevice, stream: Stream, nbytes: int) -> object:
+    block = pool.allocate(nbytes, stream=stream)
+    gpu.launch(stream, 1000, writes=[block])
+    return block
+
+
+def figures() -> str | None:
+    """Odd sizes, two streams, a stream that ends, memory that goes back: every figure is known in advance."""
+    gpu = SimDevice()
+    pool = CachingAllocator(gpu, Config(uses="declared", small_page=2 * MIB))
+    one, two = Stream(gpu), Stream(gpu)
+    first: Any = [_used(pool, gpu, one, 700) for _ in range(3)]
+    pool.check()
+    stats = pool.stats()
+    wrong = [] if (stats.requested_bytes, stats.allocated_bytes) == (2100, 3 * KIB) else ["live"]
+    pool.reset_peaks()
+    for block in first:
+        block.close()
+    pool.check()
+    stats = pool.stats()
+    if (stats.in_flight_bytes, stats.peak_in_flight_bytes) != (3 * KIB, 3 * KIB):
+        wrong.append("in flight")
+    if stats.frees != {"same_stream": 3, "cross_stream": 0}:
+        wrong.append("frees")
+    again: Any = _used(pool, gpu, one, 900)  # from a bin
+    last: Any = _used(pool, gpu, two, 5 * MIB + 1)
+    pool.check()
+    gpu.run_until_idle()
+    again.close()
+    last.close()
+    one.close()
+    pool.settle()
+    stats = pool.stats()
+    if sum(stats.allocations.values()) != 5 or sum(stats.request_size_bytes.values()) != 5:
+        wrong.append("allocations")
+    if sum(stats.allocation_bytes.values()) != 4 * KIB + 5 * MIB + 512:
+        wrong.append("allocated bytes")
+    if stats.request_size_bytes.sum != 2100 + 900 + 5 * MIB + 1 or stats.requested_bytes:
+        wrong.append("requested bytes")
+    if stats.peak_allocated_bytes != KIB + 5 * MIB + 512 or stats.peak_reserved_bytes != stats.reserved_bytes:
+        wrong.append("peaks")
+    if stats.growth_bytes != stats.reserved_bytes or stats.growths < 2:
+        wrong.append("growth")
+    given = pool.trim()
+    stats = pool.stats()
+    if stats.reserved_bytes or given != stats.growth_bytes or sum(stats.release_bytes.values()) != given:
+        wrong.append("released")
+    pool.check()
+    pool.close()
+    return ", ".join(wrong) or None
+
+
+def limits() -> str | None:
+    """What is on its way to or from the driver counts against the limit exactly as long as it is."""
+    gpu = SimDevice()
+    pool = CachingAllocator(gpu, Config(limit=4 * MIB, wait_timeout=0))
+    stream = Stream(gpu)
+    for _ in range(3):
+        try:
+            pool.allocate(2 * MIB, stream=stream).close()
+            pool.trim()
+            pool.allocate(4 * MIB, stream=stream).close()
+            pool.trim()
+        except OutOfMemoryError:
+            return "refused although nothing is held"
+    try:
+        pool.allocate(6 * MIB, stream=stream)
+    except OutOfMemoryError:
+        pool.close()
+        return None
+    return "more than the limit"
+
+
+def address_space() -> str | None:
+    """A range of addresses that was given back is used again."""
+    gpu = SimDevice(memory=8 * MIB)
+    with CachingAllocator(gpu) as pool:
+        stream = Stream(gpu)
+        for _ in range(64):
+            pool.allocate(4 * MIB, stream=stream).close()
+            pool.trim()
+        return None if pool.stats().growths == 64 else "not every round grew"
+
+
+def a_growth_that_fails() -> str | None:
+    """Free neighbours were to be part of the new block: they are free again."""
+    gpu = SimDevice()
+    with CachingAllocator(gpu) as pool:
+        stream = Stream(gpu)
+        pool.allocate(32 * MIB, stream=stream).close()
+        gpu.fail("cuMemCreate", times=0)
+        try:
+            pool.allocate(64 * MIB, stream=stream)
+        except OutOfMemoryError:
+            gpu.clear_faults()
+        pool.check()
+        return None if pool.stats().idle_bytes == pool.reserved_bytes else "lost"
+
+
+def a_free_queued_twice() -> str | None:
+    """A finaliser and a `close()` may both have queued it: once counts."""
+    gpu = SimDevice()
+    with CachingAllocator(gpu, Config(uses="declared")) as pool:
+        stream = Stream(gpu)
+        block = pool.allocate(MIB, stream=stream)
+        kept = pool.allocate(MIB, stream=stream)
+        entry = (block._block, block._block.generation, None)
+        block.close()
+        pool.frees.append(entry)
+        pool.check()
+        stats = pool.stats()
+        kept.close()
+        return None if stats.frees["same_stream"] == 1 and stats.allocated_bytes == MIB else "freed twice"
+
+
+def readings_of_a_long_queue() -> str | None:
+    """A reading sees to a few frees only; the others are seen to later, and none is lost."""
+    gpu = SimDevice()
+    with CachingAllocator(gpu, Config(uses="declared")) as pool:
+        stream = Stream(gpu)
+        blocks = [pool.allocate(4 * KIB, stream=stream) for _ in range(40)]
+        for block in blocks:
+            block.close()
+        for _ in range(20):
+            pool.stats(most=4)
+        stats = pool.stats()
+        pool.check()
+        freed = stats.pending_frees == 0 and stats.allocated_bytes == 0 and sum(stats.frees.values()) == 40
+        return None if freed else "frees were lost"
+
+
+def marks_in_time() -> str | None:
+    """R13: a mark for every `seal_frees` frees once two streams free memory."""
+    gpu = SimDevice()
+    with CachingAllocator(gpu, Config(uses="declared", seal_frees=16)) as pool:
+        lanes = Stream(gpu), Stream(gpu)
+        for i in range(320):
+            block: Any = _used(pool, gpu, lanes[i % 2], 4 * KIB)
+            block.close()
+        records = pool.stats().event_records
+        gpu.run_until_idle()
+        return None if 10 <= records <= 60 else f"{records} marks"
+
+
+def bins_of_a_stream_that_ends() -> str | None:
+    """All that lies there goes to everybody."""
+    gpu = SimDevice()
+    with CachingAllocator(gpu, Config(uses="declared")) as pool:
+        stream = Stream(gpu)
+        blocks = [pool.allocate(4 * KIB, stream=stream) for _ in range(6)]
+        for block in blocks:
+            block.close()
+        stream.close()
+        pool.settle()
+        pool.trim()
+        pool.check()
+        return None if pool.reserved_bytes == 0 else "memory is kept for a stream that has ended"
+
+
+ACCOUNTS_OF: Final[dict[str, Callable[[], str | None]]] = {
+    one.__name__: one
+    for one in (
+        figures,
+        limits,
+        address_space,
+        a_growth_that_fails,
+        a_free_queued_twice,
+        readings_of_a_long_queue,
+        marks_in_time,
+        bins_of_a_stream_that_ends,
+    )
+}
+
+
+LOCKED: Final = ("with self._lock:", "if True:")
+
+MUTANTS: Final = (
+    # -- locking ------------------------------------------------------------------------------------
+    _m(
+        "lock_an_allocation_looks_for_memory_without_it",
+        "seeds: a_pool_closed_under_its_users",
+        (f"{LADDER}._look", *LOCKED),
+    ),
+    _m("lock_a_snapshot_is_taken_without_it", "seeds: four_and_a_capture_and_an_end", (f"{POOL}.snapshot", *LOCKED)),
+    _m("lock_whom_to_ask_is_found_without_it", "seeds: legacy_and_blocking_streams", (f"{SETTLING}.waiting", *LOCKED)),
+    _m("lock_settling_drains_without_it", "seeds: four_that_do_everything", (f"{SETTLING}.wait_for_all", *LOCKED)),
+    _m("lock_a_capture_begins_without_it", "seeds: three_and_a_capture", (f"{CAPTURING}.begins", *LOCKED)),
+    _m(
+        "lock_a_finaliser_comes_back_into_the_locked_section",
+        "garbage: inside_free",
+        (f"{LOCK}.acquire", "if inner._is_owned():\n        if not", "if False:\n        if not"),
+    ),
+    _m(
+        "lock_what_another_thread_gets_from_the_driver_is_not_counted",
+        "orders: two_that_grow",
+        (f"{GROWTH}.grow", "self.growing += nbytes", "pass"),
+        (f"{GROWTH}.grow", "self.growing -= nbytes", "pass"),
+    ),
+    _m(
+        "lock_a_neighbour_that_is_to_grow_stays_where_others_take_it",
+        "alone: hits_on_one_stream",
+        (f"{GROWTH}._plan", "block.shelf.remove(block)", "pass"),
+    ),
+    # -- queues and their draining -------------------------------------------------------------------
+    _m(
+        "drain_one_free_at_a_call",
+        "garbage: inside_allocate",
+        (f"{FREES}.drain", "while queue:", "if queue:"),
+    ),
+    _m("drain_loses_the_block", "alone: two_that_grow", (f"{FREES}.drain", "bin_.blocks.append(block)", "pass")),
+    _m(
+        "drain_forgets_the_stream_that_the_free_names",
+        "alone: frees_that_name_a_stream",
+        (f"{FREES}.drain", "if bin_ is None or named is not None or (", "if bin_ is None or ("),
+    ),
+    _m(
+        "drain_puts_memory_of_a_stream_that_has_ended_into_its_bin",
+        "alone: a_stream_closed_under_its_user",
+        (f"{FREES}.drain", "(owner := bin_.owner).ended:", "(owner := bin_.owner) is None:"),
+    ),
+    _m(
+        "drain_frees_twice_what_was_queued_twice",
+        "account: a_free_queued_twice",
+        (f"{FREES}.drain", "if block.generation == generation:", "if True:"),
+    ),
+    _m(
+        "drain_leaves_the_generation",
+        "account: a_free_queued_twice",
+        (f"{FREES}.drain", "block.generation = generation + 1", "pass"),
+    ),
+    _m(
+        "drain_a_reading_loses_what_it_sees_to",
+        "account: readings_of_a_long_queue",
+        (f"{FREES}.drain_some", "self._put_down(block, named)", "pass"),
+    ),
+    _m(
+        "drain_never_tells_that_marks_are_due",
+        "account: marks_in_time",
+        (f"{FREES}._due", "frees >= self._seal_frees or freed_bytes >= self._seal_bytes or self.pressed()", "False"),
+    ),
+    _m(
+        "drain_does_not_notice_the_second_stream",
+        "account: marks_in_time",
+        (f"{FREES}._met", "self.crossing = self._shelves.crossing = True", "pass"),
+    ),
+    _m(
+        "queue_a_pool_that_waits_its_turn_is_dropped",
+        "alone: a_closed_pool_reaped_by_two",
+        (f"{REAPER}:reap", "            _leaving.append(look)\n            continue", "            continue"),
+    ),
+    _m(
+        "queue_a_pool_that_could_not_go_is_forgotten",
+        "alone: a_pool_closed_under_its_users",
+        (
+            f"{REAPER}:reap",
+            "look.skipped, look.skip = 0, min(2 * look.skip + 1, MOST_SKIPPED)\n            _leaving.append(look)",
+            "pass",
+        ),
+    ),
+    # -- accounting ------------------------------------------------------------------------------------
+    _m(
+        "account_a_free_takes_nothing_off",
+        "account: figures",
+        (f"{FREES}.drain", "accounts.allocated = allocated = accounts.allocated", "allocated = accounts.allocated"),
+    ),
+    _m(
+        "account_a_free_gives_back_more_than_was_asked_for",
+        "account: figures",
+        (f"{FREES}.drain", "accounts.freed_sum += block.requested", "accounts.freed_sum += bin_.size"),
+    ),
+    _m("account_frees_are_not_counted", "account: figures", (f"{FREES}.drain", "accounts.frees += 1", "pass")),
+    _m(
+        "account_allocated_is_what_was_asked_for",
+        "account: figures",
+        (f"{ACCOUNTS}.hand_out", "self.allocated += block.size", "self.allocated += requested"),
+    ),
+    _m(
+        "account_requested_is_what_was_handed_out",
+        "account: figures",
+        (f"{ACCOUNTS}.hand_out", "self.requested_sum += requested", "self.requested_sum += block.size"),
+    ),
+    _m(
+        "account_bytes_by_reuse_are_what_was_asked_for",
+        "account: figures",
+        (f"{ACCOUNTS}.hand_out", "self.served_bytes[reuse] += block.size", "self.served_bytes[reuse] += requested"),
+    ),
+    _m(
+        "account_sizes_are_not_counted",
+        "account: figures",
+        (f"{ACCOUNTS}.hand_out", "self.sizes[(block.size - 1).bit_length()] += 1", "pass"),
+    ),
+    _m(
+        "account_the_most_reserved_is_not_kept",
+        "account: figures",
+        (f"{ACCOUNTS}.mark", "self.peak_reserved = reserved", "pass"),
+    ),
+    _m(
+        "account_growth_is_not_counted",
+        "account: figures",
+        (f"{GROWTH}._settle_plan", "accounts.growth_bytes += nbytes", "pass"),
+    ),
+    _m(
+        "account_what_is_released_is_not_counted",
+        "account: figures",
+        (f"{GROWTH}._detach", "self._accounts.release_bytes[reason] += size", "pass"),
+    ),
+    _m(
+        "account_what_bins_of_an_ended_stream_served_is_forgotten",
+        "account: figures",
+        (f"{SHELVES}.flush", "self.past_hits[size] += bin_.hits", "pass"),
+    ),
+    _m(
+        "account_memory_stays_on_its_way_from_the_driver",
+        "account: limits",
+        (f"{GROWTH}.grow", "self.growing -= nbytes", "pass"),
+    ),
+    _m(
+        "account_memory_on_its_way_to_the_driver_counts_no_more",
+        "account: limits",
+        (f"{GROWTH}._take_one", "self.growing += segment.size", "pass"),
+    ),
+    _m(
+        "account_addresses_are_used_once",
+        "account: address_space",
+        (f"{GROWTH}._detach", "self._space_of(ptr).give_back(ptr, ptr + size)", "pass"),
+    ),
+    _m(
+        "account_neighbours_of_a_growth_that_fails_are_lost",
+        "account: a_growth_that_fails",
+        (f"{GROWTH}._settle_plan", "self._shelves.place(block)", "pass"),
+    ),
+    _m(
+        "account_what_is_left_of_a_split_is_lost",
+        "alone: hits_on_one_stream",
+        (f"{SHELVES}.carve", "self.place(self._heap.split(block, size))", "self._heap.split(block, size)"),
+    ),
+)
+
+
+def orders_of(how: str, name: str) -> Iterator[Outcome]:
+    """What `catch` stands for."""
+    play = MORE.get(name) or BY_NAME[name]
+    if how == "alone":
+        yield run(play)
+    elif how == "orders":
+        yield from explore(play, 1)
+    elif how == "seeds":
+        yield from (by_seed(play, seed) for seed in SEEDS)
+    else:
+        assert how == "garbage", how
+        yield from collect(play)
+
+
+def killed(mutant: Mutant) -> str | None:
+    """What the killer says of the pool with the mistake; None if it lives.  Raises AssertionError if the killer finds
+    something wrong with the pool as it is."""
+    how, _, name = mutant.catch.partition(": ")
+    if how == "account":
+        account = ACCOUNTS_OF[name]
+        assert account() is None, name
+        with mutant.applied():
+            try:
+                return account()
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+    with mutant.applied():
+        outcome = next((one for one in orders_of(how, name) if one.wrong is not None), None)
+    if outcome is None:
+        return None
+    sound = run(outcome.play, outcome.plan, outcome.collect)
+    assert sound.wrong is None, sound
+    return outcome.wrong
+
+
+def main() -> int:
+    """Kill all mutants, those of the rules too; a line each."""
+    from tests.model.test_mutants import test_the_mutant_is_caught
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    lived = 0
+    for mutant in (*ALL_MUTANTS, *MUTANTS):
+        try:
+            if mutant in MUTANTS:
+                assert killed(mutant) is not None
+            else:
+                test_the_mutant_is_caught(mutant)
+        except AssertionError:
+            lived += 1
+            print(f"{mutant.name}: LIVES, in spite of {mutant.catch}", flush=True)
+        else:
+            print(f"{mutant.name}: killed by {mutant.catch}", flush=True)
+        gc.collect()
+    print(f"{len(ALL_MUTANTS) + len(MUTANTS)} mutants, {lived} alive")
+    return int(lived > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
