@@ -28,7 +28,6 @@ from bokeh.models import (
     FixedTicker,
     HoverTool,
     ImageRGBA,
-    LinearAxis,
     PanTool,
     Range1d,
     ResetTool,
@@ -168,11 +167,10 @@ class MapPanel:
             unit="nothing",
         )
         plot.center = []
-        along = LinearAxis(formatter=looks.ticks("bytes"), axis_label="from the start of the row")
-        plot.add_layout(along, "below")
+        looks.axis(plot, "below", unit="bytes", label="from the start of the row")
         plot.toolbar_location = "right"
         plot.toolbar.logo = None
-        painted = plot.add_glyph(self._picture, ImageRGBA(image="image", x="x", y="y", dw="dw", dh="dh"))
+        painted = looks.glyph(plot, self._picture, ImageRGBA(image="image", x="x", y="y", dw="dw", dh="dh"))
         hover = HoverTool(
             renderers=[painted],
             tooltips=[(what, f"$x{{{what}}}") for what in ("address", "size", "state", "stream", "blocks")],

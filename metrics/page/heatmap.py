@@ -48,7 +48,8 @@ class Heatmap:
         self.source = ColumnDataSource(self._take(columns), name="cells")
         plot = looks.over_time("sizes", unit="size", label="request size", y_range=Range1d(0, ROWS))
         mapper = LinearColorMapper(palette=list(Cividis256[48:]), low=0.0, high=5.0, nan_color="rgba(0, 0, 0, 0)")
-        cells = plot.add_glyph(
+        cells = looks.glyph(
+            plot,
             self.source,
             Quad(
                 left="left",

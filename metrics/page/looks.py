@@ -13,30 +13,39 @@ Next: panels.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 from bokeh.models import (
     AdaptiveTicker,
+    AllIndices,
+    AllLabels,
+    Axis,
     BasicTicker,
     BasicTickFormatter,
+    CDSView,
+    ColumnDataSource,
     CustomJSHover,
     CustomJSTickFormatter,
     DataRange1d,
     DatetimeTicker,
+    Glyph,
+    GlyphRenderer,
     Grid,
     HoverTool,
     LinearAxis,
+    LinearScale,
     LogAxis,
     LogScale,
     LogTicker,
     Model,
+    Plot,
     Range1d,
     Ticker,
     TickFormatter,
 )
-from bokeh.plotting import figure
 
 M = TypeVar("M", bound=Model)
+Place = Literal["below", "right"]
 
 BLUE: Final = "#0072b2"
 ORANGE: Final = "#e69f00"
@@ -78,6 +87,14 @@ class Looks:
         """Values in a tooltip.  unit: as for `ticks`."""
         return self._shared(f"{unit} tips", CustomJSHover, code=_FORMATS[unit].replace("VALUE", "value"))
 
+    def _axis(self, kind: type[Axis], unit: str, **options: Any) -> Axis:
+        return kind(
+            ticker=self._ticker(unit),
+            formatter=self._formatter(unit),
+            major_label_policy=self._shared("labels", AllLabels),
+            **options,
+        )
+
     def _formatter(self, unit: str) -> TickFormatter:
         return self.ticks(unit) if unit in _FORMATS else self._shared("plain", BasicTickFormatter)
 
@@ -104,7 +121,7 @@ class Looks:
                 )
             case "seconds":
                 return self._shared("log", LogTicker, mantissas=[1], desired_num_ticks=5, num_minor_ticks=0)
-            case "time":
+            case "clock":
                 return self._shared("time", DatetimeTicker, desired_num_ticks=4, num_minor_ticks=0)
         return self._shared("number", BasicTicker, desired_num_ticks=5, num_minor_ticks=0)
 
@@ -116,46 +133,49 @@ class Looks:
 
     def plain(
         self, name: str, *, height: int, x_range: Any, y_range: Any, label: str, unit: str = "", log: bool = False
-    ) -> figure:
+    ) -> Plot:
         """An empty panel with two axes and lines across.  unit: of the y axis, as for `dress`; none of a figure that
         labels its own."""
-        plot = figure(
+        plot = Plot(  # not `figure`, whose axes, scales and title would be some thirty models more
             name=name,
             height=height,
             sizing_mode="stretch_width",
             x_range=x_range,
             y_range=y_range,
-            x_axis_type=None,  # figure's own axes bring some thirty models, most of them to be replaced
-            y_axis_type=None,
-            tools="",
+            x_scale=self._shared("linear", LinearScale),
+            y_scale=LogScale() if log else self._shared("linear", LinearScale),
+            title=None,
             toolbar_location=None,
             min_border_right=16,
             lod_threshold=None,
             background_fill_color=None,
             border_fill_color=None,
         )
-        plot.title = None
-        if log:
-            plot.y_scale = LogScale()
-        shared = {"ticker": self._ticker(unit), "formatter": self._formatter(unit), "minor_tick_line_color": None}
-        left = (LogAxis if log else LinearAxis)(axis_label=label, **shared)
+        left = self._axis(LogAxis if log else LinearAxis, unit, axis_label=label)
         plot.add_layout(left, "left")
         plot.add_layout(Grid(axis=left, dimension=1), "center")
         return plot
 
-    def over_time(self, name: str, *, unit: str, label: str, y_range: Any = None, log: bool = False) -> figure:
+    def axis(
+        self, plot: Plot, place: Place, *, unit: str, label: str | None = None, range_name: str = "default"
+    ) -> None:
+        """One more axis.  place: below is along x, right along y.  range_name: of an extra range of the plot."""
+        along = {"x_range_name" if place == "below" else "y_range_name": range_name}
+        plot.add_layout(self._axis(LinearAxis, unit, axis_label=label, **along), place)
+
+    def glyph(self, plot: Plot, source: ColumnDataSource, glyph: Glyph, **options: Any) -> GlyphRenderer[Any]:
+        """Draw all rows of a source."""
+        view = CDSView(filter=self._shared("all", AllIndices))
+        return plot.add_glyph(source, glyph, view=view, **options)
+
+    def over_time(self, name: str, *, unit: str, label: str, y_range: Any = None, log: bool = False) -> Plot:
         """An empty panel over time, whose y axis starts at 0 and follows what is in sight."""
         y_range = DataRange1d(start=0, range_padding=0.08) if y_range is None else y_range
         plot = self.plain(name, height=HEIGHT, x_range=self.x_range, y_range=y_range, label=label, unit=unit, log=log)
-        plot.add_layout(LinearAxis(ticker=self._ticker("time"), formatter=self.ticks("clock")), "below")
+        self.axis(plot, "below", unit="clock")
         return plot
 
-    def right_axis(self, plot: figure, range_name: str, *, unit: str, label: str) -> None:
-        """A second y axis, for the series that name `range_name`."""
-        shared = {"ticker": self._ticker(unit), "formatter": self._formatter(unit)}
-        plot.add_layout(LinearAxis(y_range_name=range_name, axis_label=label, **shared), "right")
-
-    def hover(self, plot: figure, renderer: Any, rows: list[tuple[str, str, str]]) -> None:
+    def hover(self, plot: Plot, renderer: Any, rows: list[tuple[str, str, str]]) -> None:
         """One tooltip for the moment under the pointer.  rows: (label, column, kind)."""
         tips = [("", "@time{custom}")]
         formats: dict[str, Any] = {"@time": self.tips("clock")}

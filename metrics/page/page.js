@@ -43,7 +43,7 @@ window.weir = {};
     const style = getComputedStyle(document.documentElement);
     const [faint, line] = ["--faint", "--line"].map((name) => style.getPropertyValue(name).trim());
     const looks = {
-      figure: {outline_line_color: line},
+      plot: {outline_line_color: line},
       axis: {axis_label_text_color: faint, major_label_text_color: faint, axis_line_color: line,
         major_tick_line_color: line, minor_tick_line_color: null, axis_label_text_font_style: "normal",
         axis_label_text_font_size: "11px", major_label_text_font_size: "11px"},
@@ -53,8 +53,8 @@ window.weir = {};
     };
     const set = (model, values) => model.setv(values, {sync: false});
     for (const root of doc.roots()) {
-      if (root.type !== "Figure") continue;
-      set(root, looks.figure);
+      if (root.type !== "Plot") continue;
+      set(root, looks.plot);
       for (const model of root.references()) {
         if (model.type.endsWith("Axis")) set(model, looks.axis);
         else if (model.type === "Grid") set(model, looks.grid);

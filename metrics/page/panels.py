@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from bokeh.models import ColumnDataSource, DataRange1d, Line, Range1d, Stack, VArea
-from bokeh.plotting import figure
+from bokeh.models import ColumnDataSource, DataRange1d, Line, Plot, Range1d, Stack, VArea
 
 from allocator.metrics.history import COLUMNS, REUSE, STEPS
 from allocator.metrics.page.looks import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Looks, legend
@@ -139,7 +138,7 @@ class TimePanels:
         self.source = ColumnDataSource(rows, name="timeline")
         self.legends: dict[str, str] = {}
         self._looks = looks
-        self.figures: tuple[figure, ...] = (
+        self.figures: tuple[Plot, ...] = (
             self._memory(),
             self._requested(),
             self._fragmentation(),
@@ -163,7 +162,7 @@ class TimePanels:
 
     # -- the figures ----------------------------------------------------------------------------
 
-    def _draw(self, plot: figure, series: Iterable[Series]) -> list[Any]:
+    def _draw(self, plot: Plot, series: Iterable[Series]) -> list[Any]:
         """Draw the series, the areas on top of each other, with legend and tooltip; returns the lines."""
         series = list(series)
         below = _stack(())
@@ -171,10 +170,13 @@ class TimePanels:
         for area in (one for one in series if one.kind == "area"):
             fields.append(area.column)
             above = _stack(fields)
-            plot.add_glyph(self.source, VArea(x="time", y1=below, y2=above, fill_color=area.color, fill_alpha=0.85))
+            self._looks.glyph(
+                plot, self.source, VArea(x="time", y1=below, y2=above, fill_color=area.color, fill_alpha=0.85)
+            )
             below = above
         lines = [
-            plot.add_glyph(
+            self._looks.glyph(
+                plot,
                 self.source,
                 Line(
                     x="time",
@@ -192,7 +194,7 @@ class TimePanels:
         self.legends[plot.name] = legend((one.text, one.color, one.kind) for one in series)
         return lines
 
-    def _memory(self) -> figure:
+    def _memory(self) -> Plot:
         plot = self._looks.over_time("memory", unit="bytes", label="memory")
         lines = self._draw(
             plot,
@@ -210,7 +212,7 @@ class TimePanels:
         plot.y_range.renderers = [lines[0]]
         return plot
 
-    def _requested(self) -> figure:
+    def _requested(self) -> Plot:
         plot = self._looks.over_time("requested", unit="bytes", label="memory")
         self._draw(
             plot,
@@ -221,7 +223,7 @@ class TimePanels:
         )
         return plot
 
-    def _fragmentation(self) -> figure:
+    def _fragmentation(self) -> Plot:
         plot = self._looks.over_time("fragmentation", unit="share", label="share", y_range=Range1d(0, 1.02))
         self._draw(
             plot,
@@ -232,7 +234,7 @@ class TimePanels:
         )
         return plot
 
-    def _largest(self) -> figure:
+    def _largest(self) -> Plot:
         plot = self._looks.over_time("largest", unit="bytes", label="memory")
         self._draw(
             plot,
@@ -244,10 +246,10 @@ class TimePanels:
         )
         return plot
 
-    def _reuse(self) -> figure:
+    def _reuse(self) -> Plot:
         plot = self._looks.over_time("reuse", unit="number", label="allocations a second")
         plot.extra_y_ranges = {"share": Range1d(0, 1.02)}
-        self._looks.right_axis(plot, "share", unit="share", label="without new memory")
+        self._looks.axis(plot, "right", unit="share", label="without new memory", range_name="share")
         lines = self._draw(
             plot,
             (
@@ -258,7 +260,7 @@ class TimePanels:
         plot.y_range.renderers = [one for one in plot.renderers if one is not lines[0]]
         return plot
 
-    def _cost(self) -> figure:
+    def _cost(self) -> Plot:
         plot = self._looks.over_time("cost", unit="number", label="a second")
         self._draw(
             plot,
@@ -270,7 +272,7 @@ class TimePanels:
         )
         return plot
 
-    def _in_flight(self) -> figure:
+    def _in_flight(self) -> Plot:
         plot = self._looks.over_time(
             "in-flight", unit="seconds", label="time in flight", y_range=Range1d(8e-6, 80), log=True
         )
@@ -280,7 +282,7 @@ class TimePanels:
         )
         return plot
 
-    def _growth(self) -> figure:
+    def _growth(self) -> Plot:
         plot = self._looks.over_time(
             "growth", unit="bytes_per_second", label="memory a second", y_range=DataRange1d(range_padding=0.1)
         )
@@ -293,7 +295,7 @@ class TimePanels:
         )
         return plot
 
-    def _retries(self) -> figure:
+    def _retries(self) -> Plot:
         y_range = DataRange1d(start=0, range_padding=0.1, min_interval=1)
         plot = self._looks.over_time("retries", unit="count", label="allocations", y_range=y_range)
         self._draw(
