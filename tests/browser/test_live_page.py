@@ -210,26 +210,29 @@ def test_a_pixel_of_the_map_is_the_mean_of_what_lies_there(
     assert len(np.unique(picture.reshape(-1, 4), axis=0)) > 5, "there is something to see"
 
 
-def test_the_map_is_painted_anew_for_what_is_in_sight(chromium: Browser, served: Serve, busy: CachingAllocator) -> None:
-    chromium.open(served(busy))
-    chromium.until("return weir.map.painted > 0")
-    chromium.ask(
-        "const plot = Bokeh.documents[0].get_model_by_name('map');"
-        "plot.x_range.setv({start: plot.x_range.end / 4, end: plot.x_range.end / 2});"
-        "plot.y_range.setv({start: 2, end: 1});"
-    )
-    shown = chromium.until(
-        """
-        const {x, y, dw, dh, image} = Bokeh.documents[0].get_model_by_name("picture").data;
-        const plot = Bokeh.documents[0].get_model_by_name("map");
-        if (y[0] !== 1) return null;
-        return {x: x[0] / plot.x_range.reset_end, dw: dw[0] / plot.x_range.reset_end, dh: dh[0],
-                shape: image[0].shape, inner: [plot.inner_height, plot.inner_width]};
-        """
-    )
-    assert (shown["x"], shown["dw"], shown["dh"]) == (0.25, 0.25, 1)
-    assert shown["shape"] == shown["inner"], "one pixel of the picture is one of the screen"
-    assert chromium.complaints() == []
+def test_the_map_is_painted_anew_for_what_is_in_sight(chromium: Browser, served: Serve) -> None:
+    with CachingAllocator(SimDevice(memory=8 << 30), config=Config(), name="still") as pool:
+        held = [pool.allocate(3 * MIB) for _ in range(3)]
+        chromium.open(served(pool))
+        chromium.until("return weir.map.painted > 0")
+        chromium.ask(
+            "const plot = Bokeh.documents[0].get_model_by_name('map');"
+            "plot.x_range.setv({start: plot.x_range.end / 4, end: plot.x_range.end / 2});"
+            "plot.y_range.setv({start: 2, end: 1});"
+        )
+        shown = chromium.until(
+            """
+            const {x, y, dw, dh, image} = Bokeh.documents[0].get_model_by_name("picture").data;
+            const plot = Bokeh.documents[0].get_model_by_name("map");
+            if (y[0] !== 1) return null;
+            return {x: x[0] / plot.x_range.reset_end, dw: dw[0] / plot.x_range.reset_end, dh: dh[0],
+                    shape: image[0].shape, inner: [plot.inner_height, plot.inner_width]};
+            """
+        )
+        assert (shown["x"], shown["dw"], shown["dh"]) == (0.25, 0.25, 1)
+        assert shown["shape"] == shown["inner"], "one pixel of the picture is one of the screen"
+        assert chromium.complaints() == []
+        del held
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
