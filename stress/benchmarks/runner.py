@@ -68,7 +68,7 @@ def run(
         for benchmark in benchmarks:
             if stage.guests and not benchmark.guests:
                 continue
-            said = f"{benchmark.name}{' beside guests' if stage.guests else ''}"
+            said = told_as(benchmark.name, stage.guests)
             say(said)
             lacking = _lacks(benchmark, stage)
             if lacking:
@@ -88,6 +88,11 @@ def run(
             except Exception as error:
                 results.failed[said] = reason(error)
         results.left_out |= stage.left_out
+
+
+def told_as(name: str, guests: bool) -> str:
+    """A benchmark by the name under which it fails."""
+    return f"{name} beside guests" if guests else name
 
 
 def reason(error: BaseException) -> str:
@@ -199,4 +204,4 @@ def take_turns(
     return found
 
 
-__all__ = ["Measured", "Results", "Settings", "measure", "reason", "run", "take_turns", "turn"]
+__all__ = ["Measured", "Results", "Settings", "measure", "reason", "run", "take_turns", "told_as", "turn"]

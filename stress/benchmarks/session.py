@@ -21,7 +21,7 @@ from allocator.stress.benchmarks.core import CoreDoor
 from allocator.stress.benchmarks.guests import GuestDoor
 from allocator.stress.benchmarks.hooks import import_cupy, open_hook_door
 from allocator.stress.benchmarks.registry import BENCHMARKS, chosen
-from allocator.stress.benchmarks.runner import Measured, Results, run
+from allocator.stress.benchmarks.runner import Measured, Results, run, told_as
 from allocator.stress.benchmarks.ticker import Ticker
 
 MEMORY: Final = 1 << 36
@@ -90,6 +90,8 @@ class Session:
                     raise ValueError(f"{path}: is from another machine than {paths[0]}, by its {key}")
             for one in report.read(document):
                 cases[one.benchmark, one.case, one.door, one.guests] = one
+                session.results.failed.pop(told_as(one.benchmark, one.guests), None)  # an earlier run's
+                session.results.skipped.pop(one.benchmark, None)
             for name in ("left_out", "skipped", "failed"):
                 getattr(session.results, name).update(document[name])
         session.results.measured.extend(cases.values())

@@ -63,11 +63,14 @@ def test_the_table_alone_runs_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> 
 def test_earlier_runs_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two, both = (str(tmp_path / f"{name}.json") for name in ("one", "two", "both"))
     assert main([*QUICK, "--json", one]) == 0
+    broken = json.loads(Path(one).read_text()) | {"failed": {"hot-path": "an earlier one", "arrays": "still"}}
+    Path(one).write_text(json.dumps(broken))
     assert main(["bench", "trim", "hot-path", "--quick", "--json", two]) == 0
     capsys.readouterr()
     picture = tmp_path / "both.svg"
-    assert main(["bench", "--from", one, two, "--table", "--json", both, "--plot", str(picture)]) == 0
-    shown = capsys.readouterr().out
+    assert main(["bench", "--from", one, two, "--table", "--json", both, "--plot", str(picture)]) == 1
+    shown, said = capsys.readouterr()
+    assert "FAILED: arrays: still" in said and "an earlier one" not in said, "measured since"
     assert shown.count("hot-path [core]") == 1 and shown.count("trim [core]") == 2 and "10 GiB" in shown
     earlier, later, whole = (json.loads(Path(path).read_text()) for path in (one, two, both))
     assert len(whole["results"]) == 3 and whole["settings"]["benchmarks"] == ["hot-path", "trim"]
