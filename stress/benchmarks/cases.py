@@ -82,6 +82,8 @@ class Case:
 
     wall: wall time even on the simulator, where otherwise the CPU time of the thread counts.
     batches: turns of each contender in a repeat, whose median is the repeat's value.
+    least: a turn has a multiple of so many operations.  What is due only now and then, such as marks every so many
+    frees, has to happen in every turn, or the median of the turns would not have it.
     warm: operations before the clock starts in each turn.
     """
 
@@ -95,6 +97,7 @@ class Case:
     unit: str = "ns"
     wall: bool = False
     batches: int = 3
+    least: int = 1
     warm: int = 0
     most_repeats: int = 1 << 30
 

@@ -24,6 +24,8 @@ from allocator.stress.benchmarks.loops import Run, around_streams, own_blocks, w
 
 SIZE: Final = 4 * KIB
 ROUND: Final = 16
+PERIOD: Final = 4 * 64
+"""Operations.  With several streams marks are due every 64 frees: four times in the shortest turn."""
 ROUNDS: Final = (
     ("each", 256 * KIB, 1),
     (f"one in {ROUND}", 256 * KIB, ROUND),
@@ -43,7 +45,10 @@ def streams(stage: Stage) -> Iterator[Case]:
                         own_blocks(allocator, SIZE, made, door.takes_stream)
                 contenders = [one.contender(around_streams(one, SIZE, made, door.takes_stream)) for one in found]
                 title = f"{count:,} stream{'s' if count > 1 else ''}"
-                yield Case(title, contenders, door.reference, door.name, at=count, operations=2 * count, warm=2 * count)
+                yield Case(
+                    title, contenders, door.reference, door.name,
+                    at=count, operations=2 * count, least=max(PERIOD, count), warm=2 * count,
+                )  # fmt: skip
 
 
 def round_robin(stage: Stage) -> Iterator[Case]:
@@ -53,7 +58,10 @@ def round_robin(stage: Stage) -> Iterator[Case]:
             with door.streams(ROUND) as made, door.allocators(several=True, entering=True) as found:
                 contenders = [one.contender(around_streams(one, size, made, door.takes_stream, burst)) for one in found]
                 whole = ROUND * burst
-                yield Case(title, contenders, door.reference, door.name, at=size, operations=whole, warm=2 * whole)
+                yield Case(
+                    title, contenders, door.reference, door.name,
+                    at=size, operations=whole, least=PERIOD, warm=2 * whole,
+                )  # fmt: skip
 
 
 def handover(stage: Stage) -> Iterator[Case]:
@@ -62,7 +70,7 @@ def handover(stage: Stage) -> Iterator[Case]:
         with door.streams(2) as (producer, consumer), door.allocators(several=True, entering=True) as found:
             make = core_handover if door.takes_stream else hook_handover
             contenders = [one.contender(make(one, stage, producer, consumer)) for one in found]
-            yield Case("2 streams", contenders, door.reference, door.name, warm=16)
+            yield Case("2 streams", contenders, door.reference, door.name, least=PERIOD // 2, warm=16)
 
 
 def core_handover(allocator: Allocator, stage: Stage, producer: Any, consumer: Any) -> Run:
@@ -127,4 +135,7 @@ def _working(stage: Stage, door: Door, count: int) -> Iterator[Case]:
         contenders = [one.contender(working_streams(one, SIZE, made, door.takes_stream, touch)) for one in real]
         reference = door.reference if any(one.name == door.reference for one in real) else "weir"
         title = f"{count} stream{'s' if count > 1 else ''} with work"
-        yield Case(title, contenders, reference, door.name, at=count, operations=4 * count, warm=2 * count)
+        yield Case(
+            title, contenders, reference, door.name,
+            at=count, operations=4 * count, least=PERIOD, warm=2 * count,
+        )  # fmt: skip

@@ -135,7 +135,9 @@ def measure(name: str, case: Case, stage: Stage) -> Measured:
         count = case.operations
         first = attempt(contender, count)
         if first is not None and not case.fixed:
-            count = max(1, min(_MOST, int(count * share / max(first[1], 1))))
+            fitting = min(_MOST, int(count * share / max(first[1], 1)))
+            least = 1 if settings.quick else case.least
+            count = max(1, fitting // least) * least
         operations[contender.name] = count
     values: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for repeat in range(repeats):

@@ -12,7 +12,7 @@ from typing import Any
 
 from allocator.stress.benchmarks.cases import Allocator, Case, Stage
 from allocator.stress.benchmarks.loops import own_blocks, same_size, threads
-from allocator.stress.benchmarks.many_streams import SIZE
+from allocator.stress.benchmarks.many_streams import PERIOD, SIZE
 
 
 def on_threads(stage: Stage) -> Iterator[Case]:
@@ -28,7 +28,8 @@ def on_threads(stage: Stage) -> Iterator[Case]:
                     contenders.append(allocator.contender(threads(work)))
                 title = f"{count} thread{'s' if count > 1 else ''}"
                 yield Case(
-                    title, contenders, door.reference, door.name, at=count, operations=500, wall=True, warm=200
+                    title, contenders, door.reference, door.name,
+                    at=count, operations=500, least=PERIOD, wall=True, warm=200,
                 )  # fmt: skip
 
 

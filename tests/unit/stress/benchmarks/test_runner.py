@@ -53,6 +53,16 @@ def test_operations_are_fitted_to_the_time() -> None:
     assert found.figures["slow"].median > 0
 
 
+def test_a_turn_has_a_multiple_of_the_least_operations() -> None:
+    log: list[tuple[str, int]] = []
+    case = Case("x", [recorder(log, "a", None)], "a", operations=3, least=64)
+    measure("m", case, stage(seconds=1e-9, repeats=1, quick=False))
+    assert [n for _, n in log] == [3, 64, 64, 64]
+    log.clear()
+    measure("m", case, stage(seconds=1e-9, repeats=1))
+    assert [n for _, n in log] == [3, 1], "in small runs it does not matter"
+
+
 def test_most_repeats_bounds_what_the_settings_ask() -> None:
     case = Case("x", [recorder([], "a")], "a", most_repeats=2)
     assert len(measure("m", case, stage(repeats=50)).figures["a"].values) == 2
