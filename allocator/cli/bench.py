@@ -31,7 +31,7 @@ far as they are installed.
 
 _EPILOG: Final = """\
 examples:
-  weir bench                                   the usual ones, simulated: about 15 minutes
+  weir bench                                   the usual ones, simulated: about 20 minutes
   weir bench steady threads --repeats 21       two of them, more carefully
   weir bench --list                            all benchmarks, all peers
   weir bench --quick                           small cases, a minute: does it work here?

@@ -120,10 +120,7 @@ class _HookDoor:
 
 
 class MadeUpStream:
-    """To the allocator a stream of some library, which owns its handle; entering it makes it current.
-
-    It lives as long as its object, as CuPy's do: the allocator holds that until its last free has been sealed (R9).
-    """
+    """A stream as CuPy's are: it lives as long as its object, and entering it makes it current."""
 
     def __init__(self, door: MadeUpDoor, sim: Any) -> None:
         self._door = door
@@ -146,6 +143,10 @@ class MadeUpStream:
 
     def __exit__(self, *args: object) -> None:
         self._door.stack().pop()
+
+
+# What a stream is taken for decides what is known of its end (R9): for CuPy's own, then, which these stand for.
+MadeUpStream.__module__, MadeUpStream.__name__ = "cupy.cuda.stream", "Stream"
 
 
 class MadeUpDoor(_HookDoor):
