@@ -10,9 +10,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _collector_on_request() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # what was there before is not looked at, nor finalised in the middle
     gc.disable()
     yield
+    gc.collect()
     gc.enable()
     gc.unfreeze()

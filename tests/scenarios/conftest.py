@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 from allocator import CachingAllocator, SimDevice
 from tests.scenarios.lab import Lab
+
+
+@pytest.fixture(autouse=True)
+def _only_the_tests_own_garbage() -> Iterator[None]:
+    """A pool collects garbage before it gives up, and so do these tests: what was imported need not be looked at."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import allocator.cli.stress as command
+from allocator import streams
 from allocator.cli import main
 from allocator.errors import AllocatorError
-from allocator.streams import Registry
-from allocator.stress import WORKLOADS, Growth, Recording, Setting, Shape, Step, read_recording
+from allocator.stress import WORKLOADS, Growth, Hammer, Recording, Setting, Shape, Step, read_recording
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = ("--seconds", "0.2", "--threads", "2", "--seed", "1", "--operations", "60")
@@ -42,7 +42,7 @@ def weir(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.fixture
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Registry, "known", lambda *args, **more: True)
+    monkeypatch.setattr(getattr(streams, "Order", streams.Registry), "known", lambda *args, **more: True)
 
 
 def test_a_run_without_a_fault_prints_a_table_and_returns_0(weir: Any, tmp_path: Path) -> None:
@@ -68,10 +68,17 @@ def test_without_a_seed_each_run_has_another_and_says_it(weir: Any) -> None:
 
 
 def test_settings_from_the_environment_count(weir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Hammer] = []
+
+    class Watched(Hammer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(command, "Hammer", Watched)
     monkeypatch.setenv("WEIR_REUSE", "same_stream")
-    _, out, _ = weir(*QUICK, "--json", "--workload", "steady", "--operations", "600")
-    reuse = json.loads(out)["reuse"]
-    assert reuse["same_stream"] and not reuse["opportunistic"] and not reuse["event_dependency"]
+    assert weir(*QUICK, "--workload", "steady")[0] == 0
+    assert [set(one.pool.config.reuse) for one in made] == [{"same_stream"}]
 
 
 @pytest.mark.usefixtures("careless")
@@ -246,7 +253,8 @@ def test_a_violation_is_kept_and_returned_where_nobody_reads_the_table(tmp_path:
     read, write = os.pipe()
     os.close(read)
     code = (
-        "import sys; from allocator.streams import Order; Order.known = lambda *a, **k: True; "
+        "import sys; from allocator import streams; "
+        "getattr(streams, 'Order', streams.Registry).known = lambda *a, **k: True; "
         "from allocator.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WEIR_", "COV_", "COVERAGE"))}

@@ -110,6 +110,7 @@ def test_threads_change_places_more_often_only_while_a_run_lasts() -> None:
 
 
 def test_the_collector_looks_only_at_what_a_run_makes_and_at_everything_afterwards() -> None:
+    gc.unfreeze()  # of this folder's tests
     one = hammer(a_plan("steady"))
     frozen: list[int] = []
     one.run(600, progress=lambda outcome, more: frozen.append(gc.get_freeze_count()), rounds=1)
