@@ -17,7 +17,6 @@ import pytest
 from allocator import CachingAllocator, SimDevice, Stream
 from allocator.caching import reaper
 from allocator.caching.frees import Frees
-from allocator.caching.growth import Growth
 from allocator.errors import Reentered
 from allocator.streams import Sealing
 from allocator.sync import LockLike, OwnedLock, make_lock
@@ -70,32 +69,6 @@ def test_every_program_has_its_place() -> None:
 
 
 # -- wrong pools are found ------------------------------------------------------------------------
-
-
-def test_growth_that_forgets_to_count_what_is_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Growth.held
-
-    def without(self: Growth) -> int:
-        return int(held.__get__(self)) - self.growing
-
-    monkeypatch.setattr(Growth, "held", property(without))
-    over: list[int] = []
-    limit = 4 << 20
-    peak = CachingAllocator.stats
-
-    def stats(self: CachingAllocator, **options: Any) -> Any:
-        found = peak(self, **options)
-        if found.limit_bytes and found.reserved_bytes > limit:
-            over.append(found.reserved_bytes)
-        return found
-
-    monkeypatch.setattr(CachingAllocator, "stats", stats)
-    play = Play(
-        "two_that_grow", "", ("into 1 0 1; into 2 0 1", "into 3 1 1; into 4 1 1"), "stats", config={"limit": limit}
-    )
-    for outcome in explore(play, 1):
-        assert outcome.wrong is None
-    assert over, "no order showed it"
 
 
 def test_a_snapshot_of_the_clock_that_is_taken_after_the_record_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

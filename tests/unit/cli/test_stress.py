@@ -78,7 +78,7 @@ def test_settings_from_the_environment_count(weir: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(command, "Hammer", Watched)
     monkeypatch.setenv("WEIR_REUSE", "same_stream")
     assert weir(*QUICK, "--workload", "steady")[0] == 0
-    assert [set(one.pool.config.reuse) for one in made] == [{"same_stream"}]
+    assert [set(one.pool.config.reuse) for one in made] == [{"same_stream", "new_memory"}]
 
 
 @pytest.mark.usefixtures("careless")
