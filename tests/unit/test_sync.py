@@ -163,10 +163,6 @@ def test_whoever_holds_a_lock_is_told_so_and_gets_it_no_second_time() -> None:
         assert lock.acquire(timeout=0.01) is False
         with pytest.raises(Reentered, match="locked section"):
             lock.acquire()
-        with pytest.raises(Reentered, match="locked section"):
-            lock.checked()
-    with lock.checked():
-        assert lock.held_here()
     assert not lock.held_here()
 
 
