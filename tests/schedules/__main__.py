@@ -15,10 +15,14 @@ import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from tests.schedules.explorer import Outcome, by_seed, collect, explore, run
 from tests.schedules.programs import BY_NAME, COLLECTED, FOUR, THREE, TWO, Play
 from tests.schedules.scheduler import Scheduler
+
+TELL_S: Final = 30.0
+"""Between two lines that say how far a long search is."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,14 +58,18 @@ def _search(options: argparse.Namespace) -> int:
     plays = [BY_NAME[name] for name in options.names] or list(usual)
     for play in plays:
         started, count, switched = time.monotonic(), 0, 0
+        told = started
         for outcome in _outcomes(play, options, len(plays)):
             count += 1
             switched = max(switched, len(outcome.plan))
             if outcome.wrong is not None:
                 print(f"{play.name}: {outcome}")
                 return 1
-            if count % 200 == 0:
+            if count % 50 == 0:
                 gc.collect()
+                if time.monotonic() - told > TELL_S:
+                    told = time.monotonic()
+                    print(f"{play.name}: {count:,} orders so far, nothing wrong", file=sys.stderr, flush=True)
         print(
             f"{play.name}: {count:,} orders, up to {switched} switches, {time.monotonic() - started:.1f} s", flush=True
         )

@@ -276,9 +276,14 @@ def test_other_threads_of_the_process_do_not_take_the_pools_of_a_run() -> None:
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_says_how_many_orders_went_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["hits_on_one_stream", "--seeds", "3"]) == 0
-    assert capsys.readouterr().out.startswith("hits_on_one_stream: 3 orders")
+def test_the_command_says_how_many_orders_went_well(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "TELL_S", 0.0)
+    assert command.main(["hits_on_one_stream", "--seeds", "60"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("hits_on_one_stream: 60 orders")
+    assert shown.err == "hits_on_one_stream: 50 orders so far, nothing wrong\n"
     assert command.main(["hits_on_one_stream", "--switches", "0"]) == 0
     assert command.main(["inside_a_scrape", "--garbage"]) == 0
 
