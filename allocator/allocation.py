@@ -12,6 +12,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from allocator.collector import COLLECTOR
 from allocator.sizes import round_up
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ class Allocation:
             generation = self._generation
         except AttributeError:  # Ctrl-C before there was any memory in it
             return
-        if generation >= 0:
-            self._home.frees.append((self._block, generation, None))
+        if generation >= 0:  # while a collection runs it may still be used, or come back to life: see collector.py
+            self._home.frees.append((self._block, generation, [self] if COLLECTOR.running else None))
 
     def __repr__(self) -> str:
         return f"<Allocation {self.ptr:#x} of {self.requested} bytes{' closed' if self.closed else ''}>"

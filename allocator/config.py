@@ -19,7 +19,7 @@ REUSE_KINDS: Final = ("same_stream", "new_memory", "event_dependency", "opportun
 ALWAYS: Final = frozenset({"same_stream", "new_memory"})
 USES: Final = ("auto", "declared", "assumed")
 BACKINGS: Final = ("vmm", "malloc")
-NOT_FIELDS: Final = frozenset({"WEIR_AUTOINSTALL"})
+NOT_FIELDS: Final = frozenset({"WEIR_AUTOINSTALL", "WEIR_COMPILE"})
 """Environment names that start like a field and are not one."""
 
 _SIZES: Final = frozenset({"limit", "max_in_flight", "small_page", "large_page", "small_request", "seal_bytes"})

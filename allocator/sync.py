@@ -25,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from allocator.errors import Reentered
+from allocator.gil import COMPILED, GilLock
 
 
 class LockLike(AbstractContextManager[bool], Protocol):
@@ -36,9 +37,16 @@ class LockLike(AbstractContextManager[bool], Protocol):
     def release(self) -> None:
         """As `threading.Lock.release`."""
 
+    def checked(self) -> AbstractContextManager[bool]:
+        """What to enter, in `with`, where compiled code does: the same as entering the lock itself."""
 
-class InnerLock(LockLike, Protocol):
+
+class InnerLock(AbstractContextManager[bool], Protocol):
     """A re-entrant lock that knows whether the calling thread holds it, as `threading.RLock` does."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
+
+    def release(self) -> None: ...
 
     def _is_owned(self) -> bool: ...
 
@@ -83,14 +91,22 @@ class OwnedLock:
         """Does the calling thread hold it?"""
         return self.inner._is_owned()
 
+    def checked(self) -> AbstractContextManager[bool]:
+        """`with lock.checked():` is `with lock:`, for compiled code, which looks for `__exit__` in the type."""
+        if self.inner._is_owned():
+            raise Reentered("called by a finaliser or a signal handler from inside the allocator's own locked section")
+        return self.inner
+
     def __enter__(self) -> bool:
         return self.acquire()
 
 
-def inner_of(lock: LockLike) -> tuple[AbstractContextManager[bool], Callable[[], bool]]:
+def inner_of(lock: LockLike | AbstractContextManager[bool]) -> tuple[AbstractContextManager[bool], Callable[[], bool]]:
     """(what to enter, what tells whether this thread is inside already): for the hot path."""
     if isinstance(lock, OwnedLock):
         return lock.inner, lock.inner._is_owned
+    if isinstance(lock, GilLock):
+        return lock, lock.held_here
     return lock, bool
 
 
@@ -201,7 +217,7 @@ def make_lock(name: str) -> LockLike:
     """A new lock; `name` says what it guards, for the test scheduler.  Not re-entrant."""
     if _lock_factory is not None:
         return _lock_factory(name)
-    return OwnedLock()
+    return GilLock() if COMPILED else OwnedLock()
 
 
 def use_lock_factory(factory: Callable[[str], LockLike] | None) -> None:

@@ -33,6 +33,7 @@ from prometheus_client.metrics_core import Metric
 
 from allocator import CachingAllocator, __version__
 from allocator.errors import AllocatorError, ForkError, PoolClosed
+from allocator.gil import COMPILED
 from allocator.metrics.catalogue import ALL, BUILD_INFO, COMMON, POOL, SCRAPE_FAILURES, STREAMS, Spec, Type
 from allocator.stats import Histogram, Stats
 
@@ -40,9 +41,6 @@ _log = logging.getLogger("allocator.metrics")
 
 LONGEST = 40
 """Characters of a label."""
-
-ACCELERATED = False
-"""Does a compiled part do the hot path?  There is none yet."""
 
 GAP = 0.01
 """Seconds between the starts of two scrapes at least."""
@@ -281,7 +279,7 @@ def _build(backing: str) -> dict[str, str]:
     return {
         "version": __version__,
         "python": platform.python_version(),
-        "accelerated": str(ACCELERATED).lower(),
+        "accelerated": str(COMPILED).lower(),
         "backing": backing,
     }
 

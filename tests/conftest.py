@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from allocator.gil import COMPILED
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
@@ -18,3 +21,11 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On the compiled build, leave out what changes the source or follows its lines: nothing would come of it."""
+    if COMPILED:
+        for item in items:
+            if item.get_closest_marker("source") is not None:
+                item.add_marker(pytest.mark.skip(reason="changes the source, or follows its lines: not this build's"))

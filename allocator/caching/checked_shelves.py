@@ -191,7 +191,9 @@ class CheckedShelves(Shelves):
             for shelf in (self.dirty[kind], self.aside[kind], self.damaged[kind]):
                 shelf.check()
                 for block in shelf:
-                    assert block.kind == kind and block.state == RETIRED and self._registry.done(block.stamp), block
+                    assert block.kind == kind and block.state == RETIRED and self._registry.order.done(block.stamp), (
+                        block
+                    )
             for block in self.idle[kind]:
                 assert self.leaving or not self.fills.gaps(block.ptr, block.end), ("idle and not filled", block)
             for block in self.damaged[kind]:

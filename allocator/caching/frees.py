@@ -1,7 +1,9 @@
 """Frees: the queue, the stamp, and what happens to a block nobody holds any more.
 
-A free is one atomic append of (block, generation, stream named or None): no lock, no driver call, so it may run
-in a finaliser, in any thread, also inside our own locked section (DESIGN 5).  The next public call drains.
+A free is one atomic append of (block, generation, the stream it names or None): no lock, no driver call, so it may run
+in a finaliser, in any thread, also inside our own locked section (DESIGN 5).  The next public call drains.  A finaliser
+that a garbage collection runs puts the object that held the memory there, in a list: it may yet be in use
+(collector.py).
 
 A drained block is stamped with (T, T.pending) for every stream T that used it (R3).  Stamping late is safe: it
 names work that came after the free as well.  Stamping early would not be.  Each entry is stamped and put down
@@ -12,13 +14,16 @@ Next: shelves.py, where the block goes; ladder.py, which decides when streams ar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from allocator.blocks import MANY, RETIRED, Block, Owner
 from allocator.caching.accounting import Accounts
 from allocator.caching.shelves import Shelves
+from allocator.collector import COLLECTOR
 from allocator.config import Config
 from allocator.events import VectorClock
+from allocator.resource import Holder
 from allocator.streams import CONTEXT, Registry, Timeline
 from allocator.sync import FreeQueue, shield
 
@@ -30,16 +35,28 @@ class Anyone:
 ANYONE = Anyone()
 
 
+def references(holders: list[Holder], at: int) -> int:
+    """How many references one of them has, as seen from here."""
+    return sys.getrefcount(holders[at])
+
+
+_ALONE = references([object()], 0)  # type: ignore[list-item]  # any object will do
+"""What `references` says of an object that only the list holds."""
+
+
 class Frees:
     """The free queue of one pool, and the count that tells when to seal."""
 
     def __init__(self, registry: Registry, shelves: Shelves, accounts: Accounts, config: Config) -> None:
         self._registry = registry
+        self._order = registry.order
         self._shelves = shelves
         self._accounts = accounts
         self._seal_frees = config.seal_frees
         self._seal_bytes = config.seal_bytes
-        self.queue: FreeQueue[tuple[Block, int, Timeline | Anyone | None]] = FreeQueue()
+        self.queue: FreeQueue[tuple[Block, int, Timeline | Anyone | list[Holder] | None]] = FreeQueue()
+        self.limbo: list[Holder] = []
+        """What came back while a collection ran, and may yet be in use (collector.py)."""
         self._frees_then = 0
         self._freed_then = 0
         self.dropped: list[object] = []
@@ -58,7 +75,8 @@ class Frees:
         queue = self.queue
         accounts = self._accounts
         while queue:
-            block, generation, named = queue[0]
+            entry: tuple[Block, int, Timeline | Anyone | list[Holder] | None] = queue[0]
+            block, generation, named = entry
             if block.generation == generation:
                 bin_ = block.bin
                 if bin_ is None or named is not None or (owner := bin_.owner).ended:
@@ -68,7 +86,7 @@ class Frees:
                         with shield:
                             self._retire(block, named)
                 else:  # without a call between the first change and the block's being put down
-                    block.stamp = owner.here if not bin_.assumed else self._registry.stamp(owner, True)  # type: ignore[arg-type]  # owners are timelines
+                    block.stamp = owner.here if not bin_.assumed else self._order.stamp(owner, True)  # type: ignore[arg-type]  # owners are timelines
                     block.generation = generation + 1
                     accounts.frees += 1
                     accounts.freed_sum += block.requested
@@ -79,6 +97,9 @@ class Frees:
                     if owner is not self._first:
                         self._met(owner)
             queue.popleft()
+        if self.limbo and not COLLECTOR.running:
+            with shield:
+                self._revisit()
         return self.crossing and self._due()
 
     def drain_some(self, most: int) -> None:
@@ -96,14 +117,14 @@ class Frees:
                 self._put_down(block, named)
             queue.popleft()
 
-    def _put_down(self, block: Block, named: Timeline | Anyone | None) -> None:
+    def _put_down(self, block: Block, named: Timeline | Anyone | list[Holder] | None) -> None:
         """One block that is freed: what `drain` does, which has it inline for the sake of the hot path."""
         bin_ = block.bin
         if bin_ is None or named is not None or bin_.owner.ended:
             self._retire(block, named)
             return
         owner = bin_.owner
-        block.stamp = self._registry.stamp(owner, bin_.assumed)  # type: ignore[arg-type]  # owners are timelines
+        block.stamp = self._order.stamp(owner, bin_.assumed)  # type: ignore[arg-type]  # owners are timelines
         block.generation += 1
         accounts = self._accounts
         accounts.frees += 1
@@ -138,8 +159,25 @@ class Frees:
         else:
             self.crossing = self._shelves.crossing = True
 
-    def _retire(self, block: Block, named: Timeline | Anyone | None) -> None:
-        """The general case: several users, a stream that has ended, or something carried over."""
+    def _revisit(self) -> None:
+        """Look again at what came back while a collection ran; what nobody has brought back to life is free."""
+        limbo, self.limbo = self.limbo, []
+        for at in range(len(limbo)):
+            alone = not COLLECTOR.running and references(limbo, at) == _ALONE
+            holder = limbo[at]
+            block = holder._block
+            if block.generation != holder._generation:  # closed since
+                continue
+            if alone:
+                self._retire(block, None)
+            else:
+                self.limbo.append(holder)
+
+    def _retire(self, block: Block, named: Timeline | Anyone | list[Holder] | None) -> None:
+        """The general case: several users, a stream that has ended, something carried over, or a doubtful end."""
+        if isinstance(named, list):
+            self.limbo.append(named.pop())  # out of the entry, so that only the limbo holds it
+            return
         owner = block.owner
         assert owner is not None, block
         stamp = owner.here if not block.stamp.at else owner.here.joined(block.stamp)

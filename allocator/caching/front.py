@@ -16,6 +16,7 @@ from allocator.blocks import Bins, Block, Owner
 from allocator.caching.accounting import Accounts
 from allocator.caching.frees import Frees
 from allocator.caching.shelves import Shelves
+from allocator.gil import GilLock
 from allocator.streams import Timeline
 from allocator.sync import LockLike, inner_of, shield
 
@@ -31,6 +32,7 @@ class Front:
         "_assumed",
         "_declared",
         "_frees",
+        "_gil",
         "_inside",
         "_queue",
         "_seal",
@@ -49,6 +51,7 @@ class Front:
         seal: Callable[[], object],
     ) -> None:
         section, inside = inner_of(lock)
+        self._gil = lock if isinstance(lock, GilLock) else None
         self._section: Any = section
         self._inside: Any = inside
         self._accounts = accounts
@@ -63,37 +66,28 @@ class Front:
         """What a device that watches is told of each hand-out: (ptr, size, whoever holds it); None for none."""
 
     def acquire(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
-        """A block of exactly the size asked for (> 0) that the stream freed before; None: ask `obtain`.
+        """A block of exactly the size asked for that the stream freed before; None: ask `obtain`, also for 0 bytes.
 
         No driver call, but for the marks that are due (R13).  Raises DriverError from those.
         """
-        if self.careful or self._inside():
+        if self.careful:
             return None
-        size = (nbytes + 511) & -512
         block: Block | None = None
         due = False
         try:
+            gil = self._gil
+            if gil is not None and gil.busy == 0:  # nobody is inside, and nobody can be before `_hit` is over
+                block = self._hit(nbytes, line, assumed)
+                if block is not None:
+                    return block
+            if self._inside():
+                return None
             with self._section:
-                if self._queue:
+                block = self._hit(nbytes, line, assumed)
+                if block is None and self._queue:
                     due = self._frees.drain()
-                if not due:
-                    sizes = (self._assumed if assumed else self._declared).get(line)
-                    if sizes is not None:  # a line of another device finds nothing
-                        bin_ = sizes.by_size.get(size)
-                        if bin_ is not None:
-                            blocks = bin_.blocks
-                            if blocks:
-                                # Without a call from here to the end of the section: Ctrl-C comes before or after it.
-                                block = blocks[-1]
-                                del blocks[-1]
-                                bin_.hits += 1
-                                block.requested = nbytes
-                                accounts = self._accounts
-                                accounts.requested_sum += nbytes
-                                allocated = accounts.allocated + size
-                                accounts.allocated = allocated
-                                if allocated > accounts.high:
-                                    accounts.high = allocated
+                    if not due:
+                        block = self._hit(nbytes, line, assumed)
         except BaseException:
             if block is not None:
                 self._queue.append((block, block.generation, None))
@@ -101,4 +95,55 @@ class Front:
         if due:  # before a block is taken: whatever fails here loses none
             with shield:
                 self._seal()
+        return block
+
+    def _hit(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
+        """What was freed last, or what lies in the bin; None, and nothing has changed, if it is neither.
+
+        Between the first change and the last nothing is called that runs interpreted code or waits: to other threads it
+        is one step where it is compiled, and Ctrl-C comes before or after it where it is not.
+        """
+        size = (nbytes + 511) & -512
+        sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
+        if sizes is None:
+            return None
+        bin_ = sizes.by_size.get(size)
+        if bin_ is None:
+            return None
+        queue = self._queue
+        if queue:
+            if len(queue) > 1:
+                return None
+            entry: tuple[Block, int, object] = queue[0]
+            block, generation, named = entry
+            if block.bin is not bin_ or named is not None or block.generation != generation or line.ended:
+                return None
+            # It never gets to the bin, as if it had been there for no time: nobody else sees a stamp, and no seqno is
+            # due for it.
+            accounts = self._accounts
+            low = accounts.allocated - size
+            freed = block.requested
+            block.generation = generation + 1
+            block.requested = nbytes
+            bin_.hits += 1
+            accounts.frees += 1
+            accounts.freed_sum += freed
+            accounts.requested_sum += nbytes
+            if low < accounts.low:
+                accounts.low = low
+            queue.popleft()
+            return block
+        blocks = bin_.blocks
+        if not blocks:
+            return None
+        accounts = self._accounts
+        block = blocks[-1]
+        del blocks[-1]
+        bin_.hits += 1
+        block.requested = nbytes
+        accounts.requested_sum += nbytes
+        allocated = accounts.allocated + size
+        accounts.allocated = allocated
+        if allocated > accounts.high:
+            accounts.high = allocated
         return block

@@ -221,7 +221,7 @@ class Ladder:
                 self._shelves.transit.discard(block)
                 self._accounts.mark()
                 exempt = block.owner is request.line
-                if ready and self._registry.known(block.stamp, request.line, exempt=exempt):
+                if ready and self._registry.order.known(block.stamp, request.line, exempt=exempt):
                     self._hand_out(self._shelves.carve(block, request.size), request, "internal_dependency")
                     self._accounts.steps["internal_dependency"] += 1
                     self._accounts.mark()
@@ -271,14 +271,14 @@ class Ladder:
         """(stream, seqno) pairs to wait for; None if the context's part has no seal yet.  Under the registry's lock."""
         registry = self._registry
         wanted: dict[int, int] = {}
-        for number, seqno in registry.unfinished(stamp).items():
+        for number, seqno in registry.order.unfinished(stamp).items():
             if number != CONTEXT:
                 wanted[number] = max(seqno, wanted.get(number, 0))
             elif not exempt:
                 seal = registry.context.seal_for(seqno)
                 if seal is None:
                     return None
-                for other, reached in registry.unfinished(seal.need).items():
+                for other, reached in registry.order.unfinished(seal.need).items():
                     wanted[other] = max(reached, wanted.get(other, 0))
         known = line.clock.at
         return [

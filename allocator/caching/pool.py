@@ -478,7 +478,7 @@ class CachingAllocator:
                 self._sealing,
                 limit=self._growth.limit,
                 unreleased=self._growth.unreleased,
-                pending_frees=len(self.frees),
+                pending_frees=len(self.frees) + len(self._frees.limbo),
                 per_stream=per_stream,
             )
 

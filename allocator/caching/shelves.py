@@ -40,6 +40,7 @@ class Shelves:
     def __init__(self, heap: Heap, registry: Registry, config: Config) -> None:
         self._heap = heap
         self._registry = registry
+        self._order = registry.order
         self.bins: tuple[dict[Owner, Bins], dict[Owner, Bins]] = ({}, {})
         """Bins of declared and of assumed uses, by owner and size."""
         self.idle = [BestFit() for _ in KINDS]
@@ -70,16 +71,16 @@ class Shelves:
 
     def place(self, block: Block) -> None:
         """Put a free block where it belongs by its stamp, and merge it with its neighbours as R7 allows."""
-        registry = self._registry
+        order = self._order
         if block.state == LIVE:
             self.leaves(block)
         # Asked twice: another thread may learn in between that the work is over.
-        if registry.done(block.stamp) or not (left := registry.unfinished(block.stamp)):
+        if order.done(block.stamp) or not (left := order.unfinished(block.stamp)):
             self.put_idle(block)
             return
         block.state = RETIRED
         if not block.since:
-            block.since = registry.device.clock_ns()
+            block.since = self._registry.device.clock_ns()
         shelf = self._shelf_for(block, left)
         other = block.prev
         if other is not None and other.shelf is shelf and self._alike(other, block):
@@ -378,7 +379,7 @@ class Shelves:
         yield self.shared[kind]
 
     def _known(self, block: Block, line: Timeline) -> bool:
-        return self._registry.known(block.stamp, line, exempt=block.owner is line)
+        return self._order.known(block.stamp, line, block.owner is line)
 
     def takeable(self, block: Block | None, line: Timeline, assumed: bool) -> bool:
         """May `line` take this block as it is, by steps 1 to 3?"""
@@ -438,7 +439,7 @@ class Shelves:
         carried = EMPTY
         if block.state == RETIRED:
             at = line.clock.at
-            left = self._registry.unfinished(block.stamp)
+            left = self._order.unfinished(block.stamp)
             kept = {n: q for n, q in left.items() if n != line.number and at.get(n, 0) < q}
             if assumed:
                 kept.pop(CONTEXT, None)  # the next stamp names a later seqno of the context
@@ -546,13 +547,13 @@ class Shelves:
                 shelf.check()
                 assert all(block.kind == kind for block in shelf)
             for block in self.idle[kind]:
-                assert block.state == IDLE and registry.done(block.stamp), block
+                assert block.state == IDLE and registry.order.done(block.stamp), block
                 assert block.next is None or block.next.shelf is not self.idle[kind], ("not merged", block)
             for number, shelf in self.own[kind].items():
                 for block in shelf:
                     mine = block.owner.number if block.owner is not None else 0
                     allowed = {number} | ({CONTEXT} if mine == number else set())
-                    assert block.state == RETIRED and set(registry.unfinished(block.stamp).at) <= allowed, block
+                    assert block.state == RETIRED and set(registry.order.unfinished(block.stamp).at) <= allowed, block
             assert all(block.state == RETIRED for block in self.shared[kind])
         watched = {
             id(block)

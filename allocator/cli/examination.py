@@ -21,6 +21,7 @@ import allocator
 from allocator.caching import CachingAllocator
 from allocator.config import NOT_FIELDS, Config
 from allocator.devices import CudaDevice, Device, SimDevice
+from allocator.gil import COMPILED
 from allocator.sizes import MIB, format_size
 
 OK: Final = "ok"
@@ -116,6 +117,14 @@ def installed() -> Iterator[Finding]:
         yield Finding("installed", "Weir", WRONG, text, allocator.__version__)
     else:
         yield Finding("installed", "Weir", OK, f"Weir {recorded} in {where}.", recorded)
+    if COMPILED:
+        yield Finding("installed", "hot path", OK, "The hot path is compiled.", "compiled")
+    else:
+        text = (
+            "The hot path runs as source, at half the speed or less: an editable install always does; else install a C "
+            "compiler and Python's headers, then pip install --force-reinstall --no-cache-dir weir-allocator."
+        )
+        yield Finding("installed", "hot path", NOTE, text, "source")
     for package in PACKAGES:
         yield look_for(package)
 

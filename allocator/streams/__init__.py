@@ -5,6 +5,7 @@ from __future__ import annotations
 from allocator.streams.captures import Capture, GraphToken
 from allocator.streams.context import CONTEXT, ContextSeal
 from allocator.streams.event import Event, destroy_orphans
+from allocator.streams.order import Order
 from allocator.streams.registry import Registry
 from allocator.streams.sealing import Sealing
 from allocator.streams.stream import Stream, current_stream, stream, target
@@ -17,6 +18,7 @@ __all__ = [
     "Event",
     "GraphToken",
     "Kind",
+    "Order",
     "Registry",
     "Sealed",
     "Sealing",

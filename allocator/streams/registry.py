@@ -21,11 +21,12 @@ from typing import Any, ClassVar, Protocol
 
 from allocator.devices import LEGACY, PER_THREAD, Capture, Device
 from allocator.errors import DriverError, ForkError, Reentered, StreamCapturing, StreamClosed
-from allocator.events import EMPTY, EventPool, VectorClock
+from allocator.events import EventPool
 from allocator.streams.captures import Capture as GraphCapture
 from allocator.streams.captures import Captures
-from allocator.streams.context import CONTEXT, ContextTimeline, satisfied
+from allocator.streams.context import ContextTimeline
 from allocator.streams.identity import OwnedHandle, dies_with, handle_of, is_special, owns_handle
+from allocator.streams.order import Order
 from allocator.streams.timeline import Kind, Sealed, Timeline
 from allocator.sync import make_lock
 
@@ -70,6 +71,8 @@ class Registry:
         self.context = ContextTimeline()
         self.legacy = Timeline(1, Kind.LEGACY, name="legacy")
         self.lines: dict[int, Timeline] = {1: self.legacy}
+        self.order = Order(self.lines, self.context, self.lock)
+        """What may rely on what."""
         self.streams: dict[int, Timeline] = {}
         """Streams by the driver's id, which never repeats (R8)."""
         self.version = 0
@@ -313,73 +316,6 @@ class Registry:
                 self.failed(error)
                 raise
             return True  # how the driver says that a blocking stream captures
-
-    # -- what may rely on what -----------------------------------------------------------------
-
-    def done(self, stamp: VectorClock) -> bool:
-        """Is all work of the stamp over?  O(entries), no lock, no driver call."""
-        lines = self.lines
-        for number, seqno in stamp.at.items():
-            if number == CONTEXT:
-                if seqno > self.context.completed:
-                    return False
-                continue
-            line = lines.get(number)
-            if line is not None and line.completed < seqno:
-                return False
-        return True
-
-    def unfinished(self, stamp: VectorClock) -> VectorClock:
-        """The entries of the stamp that are not known to be over."""
-        lines, context = self.lines, self.context.completed
-        left = {
-            number: seqno
-            for number, seqno in stamp.at.items()
-            if (
-                context < seqno
-                if number == CONTEXT
-                else (line := lines.get(number)) is not None and line.completed < seqno
-            )
-        }
-        return stamp if len(left) == len(stamp.at) else VectorClock(left) if left else EMPTY
-
-    def known(self, stamp: VectorClock, line: Timeline, *, exempt: bool = False) -> bool:
-        """Is stamp <= known(S)?  May S take memory with this stamp, with no driver call?
-
-        known(S) is its clock, what is complete, and S itself.  exempt: S is the block's own owner, so the users
-        that are only assumed do not count (R3).
-
-        The order that the driver keeps between legacy and blocking streams is not used: an allocation is no work, so
-        a block taken by that order and used elsewhere, or after a host wait, would not be behind it (R6).
-        """
-        at = line.clock.at
-        me = line.number
-        for number, seqno in stamp.at.items():
-            if number == me or at.get(number, 0) >= seqno:
-                continue
-            if number == CONTEXT:
-                if exempt or seqno <= self.context.completed:
-                    continue
-                with self.lock:
-                    seal = self.context.seal_for(seqno)
-                    if seal is not None and satisfied(seal.need, line.clock, self.lines, me):
-                        continue
-                return False
-            other = self.lines.get(number)
-            if other is not None and other.completed < seqno:
-                return False
-        return True
-
-    def stamp(self, line: Timeline, assumed: bool) -> VectorClock:
-        """The stamp of a free now, on `line` alone; one shared object until a seqno is closed.  No lock."""
-        if not assumed:
-            return line.here
-        stamp = line.here_assumed
-        here = line.here
-        number = line.number
-        if stamp is None or stamp.at[CONTEXT] != self.context.pending or stamp.at[number] != here.at[number]:
-            stamp = line.here_assumed = here.advanced(CONTEXT, self.context.pending)
-        return stamp
 
     # -- ends ----------------------------------------------------------------------------------
 

@@ -73,7 +73,6 @@ class Timeline:
     """
 
     __slots__ = (
-        "__weakref__",
         "clock",
         "completed",
         "ended",

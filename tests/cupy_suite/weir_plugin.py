@@ -16,7 +16,8 @@ import pytest
 import allocator.cupy
 from allocator import CachingAllocator, Config
 from allocator.integrations.cupy import library
-from allocator.integrations.cupy.hook import Hook, Route
+from allocator.integrations.cupy.hook import Hook
+from allocator.integrations.cupy.lease import Route
 from allocator.integrations.cupy.pool import MemoryPool
 
 

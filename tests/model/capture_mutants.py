@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.model.mutants import CACHING, MUTANTS, POOL, REGISTRY, SEALING, SHELVES, STREAMS, Change, Mutant
+from tests.model.mutants import CACHING, MUTANTS, ORDER, POOL, REGISTRY, SEALING, SHELVES, STREAMS, Change, Mutant
 
 CAPTURES = f"{STREAMS}.captures:Captures"
 CAPTURING = f"{CACHING}.capturing:Capturing"
@@ -99,9 +99,9 @@ CAPTURE_MUTANTS: Final = (
         "r10_a_capture_that_is_over_holds_nothing_back",
         "graph-declared: begin 1; alloc 0 1; stats; work 1; free 0",
         (
-            f"{REGISTRY}.known",
-            "other = self.lines.get(number)",
-            "other = self.lines.get(number) if number not in self.captures.numbers else None",
+            f"{ORDER}.known",
+            "other = self._lines.get(number)",
+            "other = {n: o for n, o in self._lines.items() if o.kind.value != 'graph'}.get(number)",
         ),
     ),
     _m(

@@ -92,6 +92,7 @@ GROWTH = f"{CACHING}.growth:Growth"
 POOL = f"{CACHING}.pool:CachingAllocator"
 SEALING = f"{STREAMS}.sealing:Sealing"
 REGISTRY = f"{STREAMS}.registry:Registry"
+ORDER = f"{STREAMS}.order:Order"
 TIMELINE = f"{STREAMS}.timeline:Timeline"
 EVENT = f"{STREAMS}.event:Event"
 HEAP = f"{BLOCKS}.heap:Heap"
@@ -102,7 +103,7 @@ _NOT_OVER: Final = "if other is not None and other.completed < seqno:"
 def _edges(test: str) -> tuple[tuple[str, str, str], ...]:
     """Let a stream take what another freed wherever `test` of `line` and `other` holds: an order we never asked for."""
     return (
-        (f"{REGISTRY}.known", _NOT_OVER, f"{_NOT_OVER[:-1]} and not ({test}):"),
+        (f"{ORDER}.known", _NOT_OVER, f"{_NOT_OVER[:-1]} and not ({test}):"),
         (f"{SHELVES}._covering", "own.keys() & line.clock.at.keys()", "list(own)"),
     )
 
@@ -115,7 +116,7 @@ MUTANTS: Final = (
         "r1_a_seqno_of_one_timeline_taken_for_another's",
         "waits: alloc 0 1; wait_stream 1 0; use 0 1; free 0; wait_stream 2 0; alloc 2 1",
         (
-            f"{REGISTRY}.known",
+            f"{ORDER}.known",
             "at.get(number, 0) >= seqno:\n            continue",
             "max(at.values(), default=0) >= seqno:\n            continue",
         ),
@@ -471,7 +472,7 @@ MUTANTS: Final = (
         "one-page: alloc 0 1; free 0; alloc 1 1",
         (
             f"{LADDER}._depend_on",
-            "if ready and self._registry.known(block.stamp, request.line, exempt=exempt):",
+            "if ready and self._registry.order.known(block.stamp, request.line, exempt=exempt):",
             "if True:",
         ),
     ),

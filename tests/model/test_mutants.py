@@ -55,6 +55,7 @@ def caught_by_a_pair(mutant: Mutant, pair: Pair) -> bool:
     return False
 
 
+@pytest.mark.source
 @pytest.mark.parametrize("mutant", ALL_MUTANTS, ids=lambda m: m.name)
 def test_the_mutant_is_caught(mutant: Mutant) -> None:
     how, _, what = mutant.catch.partition(": ")

@@ -58,6 +58,10 @@ class ModelLock:
         """As `threading.Lock.release`."""
         self.owner = None
 
+    def checked(self) -> ModelLock:
+        """As `OwnedLock.checked`."""
+        return self
+
     def __enter__(self) -> bool:
         return self.acquire()
 

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS: dict[str, int] = {
-    **dict.fromkeys(("errors", "config", "sizes", "stats", "resource", "allocation", "sync"), 0),
+    **dict.fromkeys(("errors", "config", "sizes", "stats", "resource", "allocation", "sync", "collector", "gil"), 0),
     "devices": 1,
     "events": 2,
     "blocks": 3,

@@ -12,32 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from allocator.blocks import Block
-from allocator.caching import CachingAllocator
 from allocator.devices import PER_THREAD
 from allocator.errors import OutOfMemoryError, Reentered
 from allocator.integrations.cupy import library
-from allocator.integrations.cupy.lease import HOOKS, Lease
+from allocator.integrations.cupy.lease import HOOKS, Lease, Route
 from allocator.integrations.cupy.memory import Memory
 from allocator.sizes import check_request, round_up
-from allocator.streams import Registry, Stream, Timeline, target
+from allocator.streams import Stream, Timeline, target
 
-MemoryPointer = library.MemoryPointer
 HOOKS.registered = library.get_memory_hooks
-
-
-class Route:
-    """One device's pool, with what the hot path needs of its streams."""
-
-    __slots__ = ("frees", "front", "legacy", "ordinal", "owners", "pool", "registry")
-
-    def __init__(self, pool: CachingAllocator) -> None:
-        self.pool = pool
-        self.front = pool.front
-        self.frees = pool.frees
-        self.ordinal = pool.device.ordinal
-        self.registry = Registry.of(pool.device)
-        self.owners = self.registry.owners
-        self.legacy = self.registry.legacy
 
 
 class Hook:
@@ -52,12 +35,14 @@ class Hook:
     ) -> None:
         self.current_stream = current_stream
         self._route_of = route_of
-        self._null = null
+        self._legacy = null
+        self._memory: Any = Memory
+        self._pointer: Any = library.MemoryPointer
         self.alone: Route | None = None
         self.before_any: Callable[[], None] = lambda: None
         """Called before memory may come from another stream: what was seen late has to be known by then."""
 
-    def malloc(self, nbytes: int) -> Any:
+    def malloc(self, nbytes: Any) -> Any:
         """A `MemoryPointer` to at least `nbytes` bytes for use on the current stream.
 
         0 bytes are pointer 0.  Driver calls: those of `CachingAllocator.allocate`.  Raises CuPy's
@@ -69,29 +54,42 @@ class Hook:
         route = self.alone
         if route is None:
             route = self._route_of(stream)
-        line = route.owners.get(id(stream))
-        if line is None or line.owner is not stream or line.ended:
-            line = route.legacy if stream is self._null else _at_once(stream, route)
-        if line is None or type(nbytes) is not int or nbytes <= 0:
-            return MemoryPointer(self._take_slowly(nbytes, stream, route), 0)
+        line: Timeline | None
+        if stream is self._legacy:
+            line = route.legacy
+        else:
+            line = route.last
+            if line is None or line.owner is not stream or line.ended:
+                line = route.owners.get(id(stream))
+                if line is not None and line.owner is stream and not line.ended:
+                    route.last = line
+                else:
+                    line = _at_once(stream, route)
+        if line is None or type(nbytes) is not int:
+            return self._pointer(self._take_slowly(nbytes, stream, route), 0)
         block: Block | None = None
         try:
             front = route.front
-            block = front.acquire(nbytes, line, True)
+            block = front.acquire(nbytes, line, True)  # none for 0 bytes
             if block is not None:
-                lease = Lease(route.pool, route.frees, block, line.owner if line.keep else None)
-                memory = Memory(block.ptr, block.size, lease, route.ordinal)
+                lease = Lease()
+                lease.route = route
+                lease._block = block
+                lease._generation = block.generation
+                if line.keep:
+                    lease.kept = line.owner
+                memory = self._memory(block.ptr, block.size, lease, route.ordinal)
                 if front.announce is not None:
                     front.announce(block.ptr, block.size, memory)
-                return MemoryPointer(memory, 0)
+                return self._pointer(memory, 0)
         except BaseException as error:
             if block is not None:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
-                route.frees.append((block, block.generation, None))
+                route.put_down((block, block.generation, None))
             if not isinstance(error, Reentered):
                 raise
-        return MemoryPointer(self._take_slowly(nbytes, stream, route), 0)
+        return self._pointer(self._take_slowly(nbytes, stream, route), 0)
 
-    def _take_slowly(self, nbytes: int, stream: object, route: Route) -> Any:
+    def _take_slowly(self, nbytes: Any, stream: object, route: Route) -> Any:
         """Everything but a hit.  Nothing that fails here leaves memory behind, nor a reference in its error (S07).
 
         A finaliser that the collector runs inside our own locked section cannot be served from the pool that is being
@@ -110,24 +108,29 @@ class Hook:
         line, given = target(pool.device, stream)
         failure: tuple[int, int, int, str] | None = None
         block: Block | None = None
-        memory: Memory | None = None
+        memory: Any = None
         try:
             block = pool.obtain(nbytes, line, given, True)
-            lease = Lease(pool, route.frees, block, line.keeper)
-            memory = Memory(block.ptr, block.size, lease, route.ordinal)
+            lease = Lease()
+            lease.route = route
+            lease._block = block
+            lease._generation = block.generation
+            if line.keep:
+                lease.kept = line.owner
+            memory = self._memory(block.ptr, block.size, lease, route.ordinal)
             if route.front.announce is not None:
                 route.front.announce(block.ptr, block.size, memory)
         except OutOfMemoryError as error:
             failure = (round_up(nbytes), error.stats["reserved"], error.limit, str(error))
         except BaseException:
             if block is not None:
-                route.frees.append((block, block.generation, None))
+                route.put_down((block, block.generation, None))
             raise
         if failure is not None:
             raise _out_of_memory(*failure)
         return memory
 
-    def _malloc_watched(self, nbytes: int) -> Any:
+    def _malloc_watched(self, nbytes: Any) -> Any:
         """The same with CuPy's memory hooks told, in the order and with the arguments of its own pool.
 
         "Allocated from the GPU" is, as with that pool, what no array has had before; it is told after the fact.
@@ -155,7 +158,7 @@ class Hook:
                     hook.alloc_postprocess(device_id=device, mem_size=rounded, mem_ptr=ptr)
             for hook in hooks:
                 hook.malloc_postprocess(device_id=device, size=nbytes, mem_size=rounded, mem_ptr=ptr, pmem_id=key)
-        return MemoryPointer(memory, 0)
+        return self._pointer(memory, 0)
 
 
 def _at_once(stream: Any, route: Route) -> Timeline | None:

@@ -20,8 +20,8 @@ from allocator.caching import CachingAllocator
 from allocator.config import Config
 from allocator.devices import CudaDevice, Device
 from allocator.integrations.cupy import library
-from allocator.integrations.cupy.hook import Hook, Route
-from allocator.integrations.cupy.lease import HOOKS
+from allocator.integrations.cupy.hook import Hook
+from allocator.integrations.cupy.lease import HOOKS, Route
 from allocator.integrations.cupy.memory import Memory
 from allocator.integrations.cupy.pool import MemoryPool
 from allocator.integrations.cupy.watch import Classes, Watch
@@ -197,7 +197,7 @@ class Installation:
             )
         lease = memory.lease
         if memory.ptr and lease is not None:
-            lease.pool.declare_use(lease, stream)
+            lease.route.pool.declare_use(lease, stream)
 
 
 def ordinal_is_current(ordinal: int) -> bool:

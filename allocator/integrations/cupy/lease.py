@@ -1,7 +1,8 @@
 """One hand-out of one block to one object of CuPy's.  The end of the lease is the free.
 
 It may end in any thread, inside a garbage collection, at exit: so it only queues, and the pool's next public call sees
-to the rest (DESIGN 5).  Hot path: made and ended with each array.  Next: memory.py (what CuPy sees), hook.py.
+to the rest (DESIGN 5).  While a collection runs the end is doubtful: see collector.py.
+Hot path: made and ended with each array.  Next: memory.py (what CuPy sees), hook.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from allocator.blocks import Block
+from allocator.caching import CachingAllocator
+from allocator.collector import COLLECTOR
+from allocator.streams import Registry, Timeline
 
 
 class HookUse:
@@ -27,27 +31,41 @@ class HookUse:
 HOOKS: Final = HookUse()
 
 
+class Route:
+    """One device's pool, with what the hot path needs of it and of its streams."""
+
+    __slots__ = ("front", "last", "legacy", "ordinal", "owners", "pool", "put_down", "registry")
+
+    def __init__(self, pool: CachingAllocator) -> None:
+        self.pool = pool
+        self.front = pool.front
+        self.put_down: Any = pool.frees.append
+        """Queues a free: one atomic step."""
+        self.ordinal = pool.device.ordinal
+        self.registry = Registry.of(pool.device)
+        self.owners = self.registry.owners
+        self.legacy = self.registry.legacy
+        self.last: Timeline | None = None
+        """The line of the stream that asked last; who looks here checks `owner`."""
+
+
 class Lease:
     """Holds a block for as long as it lives.  To the pool it is an allocation.
 
-    kept: the stream object it was allocated on, where that has to live as long (R9).
-    key: what CuPy's memory hooks are told that the memory is called; 0 for this object's own identity.
+    Made by setting `route`, `_block` and, last, `_generation`: from there on its end gives the block back.  A class of
+    Python without `__init__` takes half the time.
     """
 
-    __slots__ = ("_block", "_frees", "_generation", "_pool", "kept", "key")
+    __slots__ = ("_block", "_generation", "kept", "key", "route")
 
-    def __init__(self, pool: Any, frees: Any, block: Block, kept: object) -> None:
-        self._pool = pool
-        self._frees = frees
-        self._block = block
-        self.kept = kept
-        self.key = 0
-        self._generation = block.generation  # from here on its end gives the block back
-
-    @property
-    def pool(self) -> Any:
-        """The pool that the block came from and goes back to: a `CachingAllocator`, which lives as long as this."""
-        return self._pool
+    route: Route
+    """Where the block came from and goes back to."""
+    _block: Block
+    _generation: int
+    kept: object
+    """The stream object it was allocated on, where that has to live as long (R9); else unset."""
+    key: int
+    """What CuPy's memory hooks were told that the memory is called; else unset."""
 
     @property
     def requested(self) -> int:
@@ -63,29 +81,30 @@ class Lease:
         """Give the block back now.  Twice is harmless."""
         generation, self._generation = self._generation, -1
         if generation >= 0:
-            self._give_back(generation)
+            self._give_back(generation, None)
 
-    def _give_back(self, generation: int) -> None:
+    def _give_back(self, generation: int, doubtful: list[Lease] | None) -> None:
         """Queue the free, and tell CuPy's memory hooks where any are in use."""
         block = self._block
+        entry = (block, generation, doubtful)
         if HOOKS.seen and not sys.is_finalizing():
             hooks = list(HOOKS.registered().values())
             if hooks:
                 named = {
-                    "device_id": self._pool.device.ordinal,
+                    "device_id": self.route.ordinal,
                     "mem_size": block.size,
                     "mem_ptr": block.ptr,
-                    "pmem_id": self.key or id(self),
+                    "pmem_id": getattr(self, "key", 0) or id(self),
                 }
                 try:
                     for hook in hooks:
                         hook.free_preprocess(**named)
                 finally:  # whatever a hook raises, the memory goes back
-                    self._frees.append((block, generation, None))
+                    self.route.put_down(entry)
                 for hook in hooks:
                     hook.free_postprocess(**named)
                 return
-        self._frees.append((block, generation, None))
+        self.route.put_down(entry)
 
     def __del__(self) -> None:
         try:
@@ -93,7 +112,7 @@ class Lease:
         except AttributeError:  # the thread was interrupted before there was any memory in it
             return
         if generation >= 0:
-            if HOOKS.seen:
-                self._give_back(generation)
+            if HOOKS.seen or COLLECTOR.running:
+                self._give_back(generation, [self] if COLLECTOR.running else None)
             else:
-                self._frees.append((self._block, generation, None))
+                self.route.put_down((self._block, generation, None))

@@ -46,7 +46,7 @@ class Memory(_UnownedMemory):
     def pool(self) -> Any:
         """The pool that it came from and goes back to; None for 0 bytes."""
         lease = self.lease
-        return None if lease is None else lease.pool
+        return None if lease is None else lease.route.pool
 
     @property
     def requested(self) -> int:

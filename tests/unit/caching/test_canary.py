@@ -686,21 +686,25 @@ def _no_fill(canary: Canary) -> None:
             Shelves.put_idle(shelves, block)
 
 
+@pytest.mark.source
 def test_mutant_skipping_the_fill_is_caught(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Canary, "_fill_all", _no_fill)
     assert not late_writer(lab)
 
 
+@pytest.mark.source
 def test_mutant_skipping_the_verification_is_caught(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Canary, "serve", lambda self, block: self._shelves.moved_in(block))
     assert not late_writer(lab)
 
 
+@pytest.mark.source
 def test_mutant_a_bin_passes_the_verification_by_is_caught(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckedShelves, "hand_out", Shelves.hand_out)
     assert not late_writer(lab)
 
 
+@pytest.mark.source
 def test_mutant_filling_before_the_work_is_over_is_caught(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def place(self: CheckedShelves, block: Any) -> None:
         if block.state == LIVE:
@@ -712,12 +716,14 @@ def test_mutant_filling_before_the_work_is_over_is_caught(lab: Lab, monkeypatch:
     assert not honest_program(lab)
 
 
+@pytest.mark.source
 def test_mutant_a_block_that_the_stream_only_waited_for_is_caught(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckedShelves, "take", Shelves.take)
     monkeypatch.setattr(CheckedShelves, "put_idle", Shelves.put_idle)
     assert not late_writer(lab)
 
 
+@pytest.mark.source
 def test_mutant_handing_out_before_the_fill_is_known_to_be_over_is_caught(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 import allocator
 from allocator import CachingAllocator, Config, DriverError, SimDevice, Stats, Stream
+from allocator.gil import COMPILED
 from allocator.metrics import AllocatorCollector, register
 from allocator.metrics.catalogue import POOL, STREAMS
 from allocator.metrics.collector import GAP, LONGEST_WAIT, label_text
@@ -134,7 +135,7 @@ def test_build_info_says_what_runs(gpu: SimDevice, registry: CollectorRegistry) 
             "build_info",
             version=allocator.__version__,
             python=platform.python_version(),
-            accelerated="false",
+            accelerated=str(COMPILED).lower(),
             backing="malloc",
         )
     assert found == 1

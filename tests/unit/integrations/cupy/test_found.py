@@ -401,6 +401,7 @@ def test_a_memory_hook_that_is_entered_is_noticed(
     assert heard == [700]
 
 
+@pytest.mark.source
 @pytest.mark.parametrize("fresh", [False, True], ids=["hit", "new memory"])
 def test_ctrl_c_at_any_line_of_an_allocation_loses_nothing(
     pool: CachingAllocator, library: FakeCupy, fresh: bool

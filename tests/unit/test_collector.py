@@ -1,0 +1,144 @@
+"""Memory in a dead cycle: others in it may use it until the collection is over, or bring it back to life."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from allocator import CachingAllocator, SimDevice, Stream
+from allocator.collector import COLLECTOR
+
+SIZE = 4096
+ORDERS = list(itertools.permutations(("memory", "user", "other")))
+
+
+@pytest.fixture
+def gpu() -> SimDevice:
+    return SimDevice()
+
+
+@pytest.fixture
+def pool(gpu: SimDevice) -> Iterator[CachingAllocator]:
+    with CachingAllocator(gpu) as pool:
+        yield pool
+
+
+@pytest.fixture(params=["allocation", "CuPy's array"])
+def make(request: pytest.FixtureRequest, gpu: SimDevice, pool: CachingAllocator) -> Iterator[Callable[[], Any]]:
+    """Makes memory of SIZE bytes, on one stream."""
+    stream = Stream(gpu)
+    if request.param == "allocation":
+        yield lambda: pool.allocate(SIZE, stream=stream)
+        return
+    cupy = pytest.importorskip("cupy")
+    import allocator.cupy
+
+    allocator.cupy.install(pool, current_stream=lambda: stream)
+    yield lambda: cupy.ndarray((SIZE,), dtype="b")
+    allocator.cupy.uninstall()
+
+
+def where(held: Any) -> int:
+    return int(held.ptr if hasattr(held, "ptr") else held.data.ptr)
+
+
+def cycle(make: Callable[[], Any], order: tuple[str, ...], finalise: Callable[[Any], None]) -> int:
+    """Leave a dead cycle of memory, an object that uses it in its finaliser, and another; returns the address."""
+
+    class User:
+        def __del__(self) -> None:
+            finalise(self)
+
+    class Other:
+        pass
+
+    made: dict[str, Any] = {}
+    for what in order:
+        made[what] = {"memory": make, "user": User, "other": Other}[what]()
+    user, other = made["user"], made["other"]
+    user.memory, user.other, other.user = made["memory"], other, user
+    return where(user.memory)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["-".join(order) for order in ORDERS])
+def test_a_finaliser_that_still_uses_memory_gets_no_part_of_it(
+    pool: CachingAllocator, make: Callable[[], Any], order: tuple[str, ...]
+) -> None:
+    """As in `self.sum = self.array + 1`: what is allocated there must lie elsewhere."""
+    del [make()][0]  # a bin and a page are there
+    got: list[int] = []
+
+    def finalise(user: Any) -> None:
+        user.more = [make() for _ in range(3)]
+        got.extend(where(one) for one in user.more)
+
+    gc.collect()
+    gc.disable()
+    try:
+        address = cycle(make, order, finalise)
+        gc.collect()
+        assert len(got) == 3 and address not in got
+        assert not COLLECTOR.running
+        gc.collect()  # what the finaliser allocated is in the cycle, too
+        assert pool.allocated_bytes == 0
+    finally:
+        gc.enable()
+    pool.check()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["-".join(order) for order in ORDERS])
+def test_memory_that_a_finaliser_brings_back_to_life_stays_whose_it_is(
+    pool: CachingAllocator, make: Callable[[], Any], order: tuple[str, ...]
+) -> None:
+    saved: list[Any] = []
+    gc.collect()
+    gc.disable()
+    try:
+        address = cycle(make, order, saved.append)
+        gc.collect()
+        assert where(saved[0].memory) == address and pool.allocated_bytes == SIZE
+        others = [make() for _ in range(5)]
+        assert address not in map(where, others)
+        gc.collect()
+        assert pool.allocated_bytes == 6 * SIZE
+        saved.clear()  # its finaliser has run; now it dies without one
+        gc.collect()
+        assert pool.allocated_bytes == 5 * SIZE
+        del others
+        assert pool.allocated_bytes == 0
+    finally:
+        gc.enable()
+    pool.check()
+
+
+def test_what_was_brought_back_to_life_can_be_closed(pool: CachingAllocator, gpu: SimDevice) -> None:
+    saved: list[Any] = []
+    stream = Stream(gpu)
+    address = cycle(lambda: pool.allocate(SIZE, stream=stream), ORDERS[0], saved.append)
+    gc.collect()
+    memory = saved[0].memory
+    assert memory.ptr == address and not memory.closed
+    memory.close()
+    assert memory.closed and pool.allocated_bytes == 0
+    assert pool.stats().pending_frees == 0
+    pool.check()
+
+
+def test_the_collector_says_when_it_runs() -> None:
+    seen: list[bool] = []
+
+    class Watcher:
+        def __del__(self) -> None:
+            seen.append(COLLECTOR.running)
+
+    watcher: Any = Watcher()
+    del watcher
+    watcher = Watcher()
+    watcher.me = watcher
+    del watcher
+    gc.collect()
+    assert seen == [False, True] and not COLLECTOR.running
