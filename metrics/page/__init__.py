@@ -1,7 +1,7 @@
 """The live page: a `History`, shown in a browser, one Bokeh document a visitor.
 
 Rule: importing this needs no Bokeh; `make_document` does, and says so in one line where it is missing.
-Why Bokeh: docs/decisions/0011-live-page.md.  Next: document.py; docs/metrics.md for people.
+Why Bokeh: docs/decisions/0015-live-page.md.  Next: document.py; docs/metrics.md for people.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 window.weir = {};
 
 // Bokeh asks the style of each axis, grid and label for some twenty properties of its own, each time that one is drawn or
-// measured, and to answer is slow: it was the largest part of an update. This page sets none of them.
+// measured, and to answer is slow: it was a sixth of an update. This page sets none of them.
 (() => {
   const value = CSSStyleDeclaration.prototype.getPropertyValue;
   CSSStyleDeclaration.prototype.getPropertyValue = function (name) {
@@ -10,7 +10,7 @@ window.weir = {};
   };
 })();
 
-// Numbers.  Formatters are made once: a new one for each label was a third of the time to load.
+// Numbers.  Formatters are made once: a new one for each label was a tenth of the work.
 (() => {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const time = new Intl.DateTimeFormat([], {hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23"});
