@@ -43,13 +43,14 @@ class PerStream:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._pools: dict[object, CachingAllocator] = {}
+        self._pools: dict[int, CachingAllocator] = {}
+        """By the stream's `id`; whoever measures keeps it alive."""
 
     def allocate(self, nbytes: int, stream: Any) -> Any:
         """Memory that this stream alone will ever have."""
-        pool = self._pools.get(stream)
+        pool = self._pools.get(id(stream))
         if pool is None:
-            pool = self._pools[stream] = open_pool(self._device, Config(backing="malloc"))
+            pool = self._pools[id(stream)] = open_pool(self._device, Config(backing="malloc"))
         return pool.allocate(nbytes, stream)
 
     def close(self) -> None:

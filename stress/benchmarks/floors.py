@@ -20,7 +20,7 @@ class FloorMemory:
 
     __slots__ = ("key", "pool", "ptr", "size")
 
-    def __init__(self, pool: Floor, key: tuple[object, int], ptr: int, size: int) -> None:
+    def __init__(self, pool: Floor, key: tuple[int, int], ptr: int, size: int) -> None:
         self.pool = pool
         self.key = key
         self.ptr = ptr
@@ -45,7 +45,7 @@ class Floor:
     """A dict of stacks, one lock."""
 
     def __init__(self, memory: type[FloorMemory] = FloorMemory) -> None:
-        self.stacks: dict[tuple[object, int], list[int]] = {}
+        self.stacks: dict[tuple[int, int], list[int]] = {}
         self.lock = threading.Lock()
         self._memory = memory
         self._next = 0
@@ -53,7 +53,7 @@ class Floor:
     def allocate(self, nbytes: int, stream: object) -> FloorMemory:
         """Memory for `stream`."""
         size = (nbytes + 511) & -512
-        key = (stream, size)
+        key = (id(stream), size)  # a stream's own hash may be written in Python
         with self.lock:
             stack = self.stacks.get(key)
             if stack is None:
@@ -83,13 +83,13 @@ def hook_floor(cupy: Any, current_stream: Callable[[], Any]) -> Callable[[int], 
         def __del__(self) -> None:
             self.stack.append(self.ptr)
 
-    bins: dict[tuple[object, int], list[int]] = {}
+    bins: dict[tuple[int, int], list[int]] = {}
     made = 0
 
     def malloc(nbytes: int) -> Any:
         nonlocal made
         size = (nbytes + 511) & -512
-        key = (current_stream(), size)
+        key = (id(current_stream()), size)
         stack = bins.get(key)
         if stack is None:
             stack = bins[key] = []
