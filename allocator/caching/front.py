@@ -131,7 +131,11 @@ class Front:
             accounts.requested_sum += nbytes
             if low < accounts.low:
                 accounts.low = low
-            queue.popleft()
+            try:
+                queue.popleft()
+            except BaseException:  # Ctrl-C, just after it: what is queued names a generation that has passed
+                queue.append((block, generation + 1, None))
+                raise
             return block
         blocks = bin_.blocks
         if not blocks:

@@ -711,6 +711,7 @@ class CachingAllocator:
             return True
         self._registry.rebind(self.device)
         self._growth.limit = 0
+        self._ladder.callbacks.clear()  # nobody asks any more, and they may hold what the last user held
         self._sealing.end_finished()
         with self._lock:
             self._accounts.mark()

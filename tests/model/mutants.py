@@ -201,7 +201,7 @@ MUTANTS: Final = (
     _m(
         "r3_the_exemption_of_an_owner_is_everybody's",
         "scene: memory_used_undeclared_is_asked_for_by_one_that_declares",
-        (f"{SHELVES}._known", "exempt=block.owner is line", "exempt=True"),
+        (f"{SHELVES}._known", "block.owner is line)", "True)"),
     ),
     _m(
         "r3_the_owner's_exemption_survives_a_merge",

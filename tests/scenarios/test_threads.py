@@ -394,6 +394,8 @@ def test_s20_pool_and_allocation_in_one_dead_cycle(lab: Lab, gpu: SimDevice, ord
     gc.collect()
     gpu.run_until_idle()
     _next_public_call(gpu)
+    gc.collect()  # the pool's callback held the rest of the cycle until that call let go of it
+    _next_public_call(gpu)
     assert gpu.used_bytes == 0
 
 
