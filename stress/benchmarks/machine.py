@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import allocator
 from allocator.devices import Device
+from allocator.gil import COMPILED
 from allocator.sizes import format_size
 
 PACKAGES: Final = (
@@ -30,7 +31,7 @@ def build() -> str:
     if isinstance(told, Mapping):
         told = told.get("compiled", told.get("accelerated"))
     if told is None:
-        told = getattr(allocator, "COMPILED", False)
+        told = getattr(allocator, "COMPILED", COMPILED)
     return "compiled" if str(told).lower() in ("true", "1", "yes", "compiled", "mypyc") else "plain"
 
 

@@ -31,9 +31,17 @@ def test_the_build_is_read_however_it_is_told(
 ) -> None:
     for name in ("COMPILED", "build_info"):
         monkeypatch.delattr(allocator, name, raising=False)
+    monkeypatch.setattr(machine, "COMPILED", False)
     for name, value in told.items():
         monkeypatch.setattr(allocator, name, value, raising=False)
     assert machine.build() == build
+
+
+def test_the_code_that_runs_says_it_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COMPILED", "build_info"):
+        monkeypatch.delattr(allocator, name, raising=False)
+    monkeypatch.setattr(machine, "COMPILED", True)
+    assert machine.build() == "compiled"
 
 
 def test_everything_is_in_one_sentence() -> None:
