@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,18 +62,20 @@ def run(*words: str, file: Path = LOCUSTFILE, **more: str) -> subprocess.Complet
 
 @contextmanager
 def started(*words: str, until: str, file: Path = LOCUSTFILE) -> Iterator[subprocess.Popen[str]]:
-    """A run that has said `until`."""
+    """A run that has said `until`; one that never does is ended, and the test fails."""
     process = subprocess.Popen(
         command(*words, file=file), env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
+    patience = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
+    patience.start()
     try:
         assert process.stderr is not None
-        for line in process.stderr:
-            if until in line:
-                break
+        assert any(until in line for line in process.stderr), f"it never said {until!r}"
+        patience.cancel()
         yield process
     finally:
+        patience.cancel()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
