@@ -116,7 +116,7 @@ class Bin:
     They serve that stream only, at once: an exact fit is the best fit.
     """
 
-    __slots__ = ("assumed", "blocks", "hits", "owner", "size")
+    __slots__ = ("assumed", "blocks", "filled", "hits", "owner", "size")
 
     def __init__(self, owner: Owner, size: int, assumed: bool) -> None:
         self.blocks: list[Block] = []
@@ -125,6 +125,8 @@ class Bin:
         self.size = size
         self.assumed = assumed
         """The stamps here name the users that are only assumed as well."""
+        self.filled = False
+        """Noted as one that may hold blocks, until all bins are emptied."""
         self.hits = 0
         """Allocations served from here."""
 
@@ -141,6 +143,10 @@ class Bins:
     def any(self) -> bool:
         """Is there a block in any of them?"""
         return any(bin_.blocks for bin_ in self.by_size.values())
+
+    def newest(self, timeline: int) -> int:
+        """The latest seqno of `timeline` in a stamp here; 0 if there is none.  O(bins)."""
+        return max([bin_.blocks[-1].stamp.get(timeline) for bin_ in self.by_size.values() if bin_.blocks], default=0)
 
     def open(self, owner: Owner, size: int, assumed: bool) -> Bin:
         """A new bin for blocks of exactly `size` bytes."""

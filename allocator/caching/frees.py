@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Final
 
 from allocator.blocks import MANY, RETIRED, Block, Owner
 from allocator.caching.accounting import Accounts
@@ -26,6 +27,12 @@ from allocator.events import VectorClock
 from allocator.resource import Holder
 from allocator.streams import CONTEXT, Registry, Timeline
 from allocator.sync import FreeQueue, shield
+
+FEW_STREAMS: Final = 8
+"""Up to so many streams, `Config.seal_frees` alone says how often all of them are sealed."""
+FREES_PER_STREAM: Final = 8
+"""Frees for each stream beyond those before all are sealed again, so that the cost of a free does not grow with them.
+Who would have to grow seals at once, whatever the count (R13)."""
 
 
 class Anyone:
@@ -53,6 +60,8 @@ class Frees:
         self._shelves = shelves
         self._accounts = accounts
         self._seal_frees = config.seal_frees
+        self._seal_at = config.seal_frees
+        """Frees after which it is time to seal: with many streams more, as sealing costs what there are streams."""
         self._seal_bytes = config.seal_bytes
         self.queue: FreeQueue[tuple[Block, int, Timeline | Anyone | list[Holder] | None]] = FreeQueue()
         self.limbo: list[Holder] = []
@@ -85,7 +94,10 @@ class Frees:
                     else:  # the hot path: many steps, which Ctrl-C must not part
                         with shield:
                             self._retire(block, named)
-                else:  # without a call between the first change and the block's being put down
+                else:
+                    if not bin_.filled:
+                        self._shelves.note_bin(bin_)
+                    # Without a call between the first change and the block's being put down.
                     block.stamp = owner.here if not bin_.assumed else self._order.stamp(owner, True)  # type: ignore[arg-type]  # owners are timelines
                     block.generation = generation + 1
                     accounts.frees += 1
@@ -131,6 +143,8 @@ class Frees:
         accounts.freed_sum += block.requested
         accounts.allocated -= bin_.size
         accounts.low = min(accounts.low, accounts.allocated)
+        if not bin_.filled:
+            self._shelves.note_bin(bin_)
         bin_.blocks.append(block)
         if owner is not self._first:
             self._met(owner)
@@ -142,7 +156,7 @@ class Frees:
         if not frees:
             return False
         freed_bytes = accounts.freed_sum - self._freed_then
-        return frees >= self._seal_frees or freed_bytes >= self._seal_bytes or self.pressed()
+        return frees >= self._seal_at or freed_bytes >= self._seal_bytes or self.pressed()
 
     @property
     def unsealed(self) -> bool:
@@ -152,6 +166,7 @@ class Frees:
     def sealed(self) -> None:
         """The streams are about to be sealed.  Under the pool's lock."""
         self._frees_then, self._freed_then = self._accounts.frees, self._accounts.freed_sum
+        self._seal_at = max(self._seal_frees, FREES_PER_STREAM * (len(self._registry.lines) - FEW_STREAMS))
 
     def _met(self, owner: Owner) -> None:
         if self._first is None:

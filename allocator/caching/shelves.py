@@ -30,6 +30,8 @@ from allocator.events import EMPTY, VectorClock
 from allocator.sizes import QUANTUM
 from allocator.streams import CONTEXT, Kind, Registry, Timeline
 
+TOLD = 8
+"""Entries that the stamp of an idle block keeps: nothing of it is unfinished."""
 SCAN = 32
 """Blocks looked at, best fit first, where some of them may turn out not to be takeable."""
 
@@ -43,6 +45,10 @@ class Shelves:
         self._order = registry.order
         self.bins: tuple[dict[Owner, Bins], dict[Owner, Bins]] = ({}, {})
         """Bins of declared and of assumed uses, by owner and size."""
+        self.filled: list[Bin] = []
+        """Bins that may hold blocks: all that do are here."""
+        self._owners_at = 16
+        """Owners of bins from which on those that have ended are looked for."""
         self.idle = [BestFit() for _ in KINDS]
         self.own: tuple[dict[int, BestFit], ...] = tuple({} for _ in KINDS)
         self.shared = [BestFit() for _ in KINDS]
@@ -96,6 +102,10 @@ class Shelves:
     def put_idle(self, block: Block) -> None:
         """All its work is over: any stream may have it."""
         block.state = IDLE
+        if (
+            len(block.stamp.at) > TOLD
+        ):  # many parts have merged: what is left of the stamp only names the kind of a reuse
+            block.stamp = VectorClock(dict(islice(block.stamp.at.items(), TOLD)))
         if block.since:
             self.aged.append(self._registry.device.clock_ns() - block.since)
             block.since = 0
@@ -160,27 +170,34 @@ class Shelves:
             if not by_seqno:
                 del self._watch[number]
 
-    def flush(self, owner: Owner | None = None) -> bool:
-        """Empty the bins, of one owner or of all, into the indexes.  True if there was anything in them."""
+    def note_bin(self, bin_: Bin) -> None:
+        """A block is about to go into a bin that is not noted.  Twice is harmless, should Ctrl-C part the two steps."""
+        self.filled.append(bin_)
+        bin_.filled = True
+
+    def flush(self) -> bool:
+        """Empty the bins into the indexes.  True if there was anything there.  O(blocks put in since the last time)."""
         any_there = False
-        for bins in self.bins:
-            for line in [owner] if owner is not None else list(bins):
-                sizes = bins.get(line)
-                if sizes is None:
-                    continue
-                for bin_ in sizes.by_size.values():
-                    blocks = bin_.blocks
-                    if not blocks:
-                        continue
-                    any_there = True
-                    while blocks:
-                        block = blocks.pop()
-                        block.generation += 1
-                        self.place(block)
-                if line.ended:  # later frees of its blocks see that it has ended, and pass the bins by
-                    for size, bin_ in bins.pop(line).by_size.items():
-                        self.past_hits[size] += bin_.hits
+        filled, self.filled = self.filled, []
+        for bin_ in filled:
+            bin_.filled = False
+            blocks = bin_.blocks
+            while blocks:
+                any_there = True
+                block = blocks.pop()
+                block.generation += 1
+                self.place(block)
+        if len(self.bins[0]) + len(self.bins[1]) > self._owners_at:
+            self._forget_ended()
         return any_there
+
+    def _forget_ended(self) -> None:
+        """Let the bins of streams that have ended go; later frees of their blocks pass the bins by."""
+        for bins in self.bins:
+            for line in [line for line, sizes in bins.items() if line.ended and not sizes.any()]:
+                for size, bin_ in bins.pop(line).by_size.items():
+                    self.past_hits[size] += bin_.hits
+        self._owners_at = 16 + 2 * (len(self.bins[0]) + len(self.bins[1]))
 
     def flush_finished(self, most: int) -> None:
         """Move what is finished from the bins to `idle`, at most `most` blocks, oldest first.  O(bins + most)."""
@@ -285,7 +302,7 @@ class Shelves:
         """Has memory been freed on the stream that no event of ours is behind?  An upper bound.  O(seqnos watched)."""
         if line.number in self.stamped or any(seqno > line.sealed for seqno in self._watch.get(line.number, ())):
             return True
-        return any(bins[line].any() for bins in self.bins if line in bins)
+        return any(bins[line].newest(line.number) > line.sealed for bins in self.bins if line in bins)
 
     def retired(self) -> Iterator[Block]:
         """Every block in flight, bins apart."""
@@ -567,6 +584,7 @@ class Shelves:
         for assumed, bins in enumerate(self.bins):
             for by, sizes in bins.items():
                 for size, bin_ in sizes.by_size.items():
+                    assert bin_.filled or not bin_.blocks, ("a bin is not noted", bin_.owner, size)
                     for block in bin_.blocks:
                         assert block.shelf is None and block.size == size and block.owner is by, block
                         names = {by.number, CONTEXT} if assumed else {by.number}
