@@ -144,10 +144,6 @@ class Bins:
         """Is there a block in any of them?"""
         return any(bin_.blocks for bin_ in self.by_size.values())
 
-    def newest(self, timeline: int) -> int:
-        """The latest seqno of `timeline` in a stamp here; 0 if there is none.  O(bins)."""
-        return max([bin_.blocks[-1].stamp.get(timeline) for bin_ in self.by_size.values() if bin_.blocks], default=0)
-
     def open(self, owner: Owner, size: int, assumed: bool) -> Bin:
         """A new bin for blocks of exactly `size` bytes."""
         bin_ = self.by_size[size] = Bin(owner, size, assumed)

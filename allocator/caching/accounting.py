@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from allocator.blocks import KINDS, BestFit, Bin, Block, Heap, Owner
+from allocator.blocks import KINDS, NOBODY, BestFit, Bin, Block, Heap, Owner
 from allocator.caching.shelves import Shelves
 from allocator.config import REUSE_KINDS
 from allocator.devices import Device
@@ -100,8 +100,10 @@ class Accounts:
 
     def mark(self) -> None:
         """Reserved or idle bytes are about to change, or have just changed: bring the peaks up to date."""
-        reserved = self._heap.reserved
-        in_flight = reserved - self._shelves.idle_bytes() - self._shelves.private_bytes() - self.low
+        shelves, reserved = self._shelves, self._heap.reserved
+        in_flight = reserved - shelves.idle_bytes() - shelves.private_bytes() - self.low
+        if shelves.transit:  # new memory, on its way to who asked for it, has never been in flight
+            in_flight -= sum(block.size for block in shelves.transit if block.sole == NOBODY)
         if in_flight > self.peak_in_flight:
             self.peak_in_flight = in_flight
         if reserved > self.peak_reserved:

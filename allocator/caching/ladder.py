@@ -169,11 +169,12 @@ class Ladder:
         if block is None:
             return None
         with self._lock:
-            self._shelves.transit.discard(block)
             self._accounts.mark()
+            self._shelves.transit.discard(block)
             reuse = self._shelves.reuse_kind(block, request.line)
             self._hand_out(self._shelves.carve(block, request.size), request, reuse)
             self._accounts.steps[step or "grow"] += 1
+            self._accounts.low = self._accounts.allocated  # what has just been handed out was in transit, not in flight
             self._accounts.mark()
         return block
 

@@ -278,7 +278,7 @@ class CachingAllocator:
         line = request.line
         if request.given is not None and line.owner is None:
             with self._lock:
-                unsealed = self._shelves.unsealed(line)
+                unsealed = self._shelves.unsealed([line])
             # A bare handle given to us again: now, and only now, its earlier frees can be sealed (R9).
             if unsealed and not self._sealing.query(line, request.given):
                 self._sealing.seal(line, request.given)

@@ -68,7 +68,7 @@ class Settling:
     def _waiting(self) -> Waiting:
         """Under the lock."""
         lines = self._shelves.waiting()
-        return Waiting(lines, [line for line in lines if self._shelves.unsealed(line)], self._shelves.context_waits)
+        return Waiting(lines, self._shelves.unsealed(lines), self._shelves.context_waits)
 
     def poll(self, lines: Iterable[Timeline]) -> bool:
         """Ask the events behind these streams; True if anything turned out to be over."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import islice
 
 from allocator.blocks import IDLE, KINDS, LIVE, MANY, NOBODY, RETIRED, SMALL, BestFit, Bin, Bins, Block, Heap, Owner
@@ -47,7 +47,7 @@ class Shelves:
         """Bins of declared and of assumed uses, by owner and size."""
         self.filled: list[Bin] = []
         """Bins that may hold blocks: all that do are here."""
-        self._owners_at = 16
+        self._owners_at = 2
         """Owners of bins from which on those that have ended are looked for."""
         self.idle = [BestFit() for _ in KINDS]
         self.own: tuple[dict[int, BestFit], ...] = tuple({} for _ in KINDS)
@@ -197,7 +197,7 @@ class Shelves:
             for line in [line for line, sizes in bins.items() if line.ended and not sizes.any()]:
                 for size, bin_ in bins.pop(line).by_size.items():
                     self.past_hits[size] += bin_.hits
-        self._owners_at = 16 + 2 * (len(self.bins[0]) + len(self.bins[1]))
+        self._owners_at = 2 + 2 * (len(self.bins[0]) + len(self.bins[1]))
 
     def flush_finished(self, most: int) -> None:
         """Move what is finished from the bins to `idle`, at most `most` blocks, oldest first.  O(bins + most)."""
@@ -283,8 +283,7 @@ class Shelves:
                 return registry.seen()
         lines = registry.lines
         numbers = self._watch.keys() | self.stamped
-        for bins in self.bins:
-            numbers.update(owner.number for owner, sizes in bins.items() if sizes.any())
+        numbers.update(bin_.owner.number for bin_ in self.filled if bin_.blocks)
         return [line for line in map(lines.get, numbers) if line is not None and line.kind is not Kind.GRAPH]
 
     @property
@@ -296,13 +295,25 @@ class Shelves:
         if captures.dying:
             return True
         graphs = captures.numbers
-        return any(sizes.any() for owner, sizes in self.bins[1].items() if owner.number not in graphs)
+        return any(bin_.blocks for bin_ in self.filled if bin_.assumed and bin_.owner.number not in graphs)
 
-    def unsealed(self, line: Timeline) -> bool:
-        """Has memory been freed on the stream that no event of ours is behind?  An upper bound.  O(seqnos watched)."""
-        if line.number in self.stamped or any(seqno > line.sealed for seqno in self._watch.get(line.number, ())):
-            return True
-        return any(bins[line].newest(line.number) > line.sealed for bins in self.bins if line in bins)
+    def unsealed(self, lines: Iterable[Timeline]) -> list[Timeline]:
+        """Those on which memory was freed that no event of ours is behind.  An upper bound.
+
+        O(streams + seqnos watched + bins filled since they were last emptied).
+        """
+        newest: dict[int, int] = {}
+        for bin_ in self.filled:
+            if bin_.blocks:
+                number = bin_.owner.number
+                newest[number] = max(newest.get(number, 0), bin_.blocks[-1].stamp.get(number))
+        return [
+            line
+            for line in lines
+            if line.number in self.stamped
+            or newest.get(line.number, 0) > line.sealed
+            or any(seqno > line.sealed for seqno in self._watch.get(line.number, ()))
+        ]
 
     def retired(self) -> Iterator[Block]:
         """Every block in flight, bins apart."""

@@ -363,7 +363,7 @@ MUTANTS: Final = (
     _m(
         "account_what_bins_of_an_ended_stream_served_is_forgotten",
         "account: figures",
-        (f"{SHELVES}.flush", "self.past_hits[size] += bin_.hits", "pass"),
+        (f"{SHELVES}._forget_ended", "self.past_hits[size] += bin_.hits", "pass"),
     ),
     _m(
         "account_memory_stays_on_its_way_from_the_driver",

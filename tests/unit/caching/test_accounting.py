@@ -254,3 +254,11 @@ def test_the_timed_driver_calls_are_there_from_the_start(make: Make, backing: st
     pool.allocate(MIB).close()
     pool.trim()
     assert set(pool.stats().driver_seconds) == calls
+
+
+def test_new_memory_has_never_been_in_flight(gpu: SimDevice) -> None:
+    with CachingAllocator(gpu) as pool:
+        held = [pool.allocate(nbytes) for nbytes in (64 << 20, 512, 3 << 20, 64 << 20)]
+        assert pool.stats().peak_in_flight_bytes == 0
+        held.pop().close()
+        assert pool.stats().peak_in_flight_bytes == 64 << 20
