@@ -8,13 +8,13 @@ CODE := allocator tests
 SAMPLE := allocator/traces/samples/serve-8-streams.csv.gz
 PICTURE := out/serve-8-streams.svg
 
-.PHONY: run test lint types unit clean
+.PHONY: run test lint types unit compiled clean
 
 run: $(READY)
 	@mkdir -p out
 	$(BIN)/weir replay $(SAMPLE) --plot $(PICTURE)
 
-test: lint types unit
+test: lint types unit compiled
 
 # ruff does not follow links, so the folders metrics and stress are named; mypy does, and knows them
 # as allocator.metrics and allocator.stress.
@@ -35,9 +35,16 @@ ALONE := tests/schedules
 WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null) && echo $$((2 * n)) || echo auto)
 
 unit: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --cov --cov-report=term $(MEASURED)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --cov --cov-report=term --cov-report=json:coverage.json $(MEASURED)
+	$(BIN)/python -m tests.coverage_check coverage.json --lines 97 --branches 92
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(OTHERS)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ALONE)
+
+# Everything that a compiled module can change, on the compiled build.  ONLY: other tests, or one of them.
+ONLY := tests/conformance tests/scenarios tests/schedules tests/unit/blocks tests/unit/caching tests/unit/events \
+  tests/unit/integrations tests/unit/streams tests/unit/test_allocation.py tests/unit/test_collector.py
+compiled: $(READY)
+	$(BIN)/python tests/compiled.py --numprocesses $(WORKERS) -q $(ONLY)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -49,6 +56,6 @@ $(READY): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage coverage.xml htmlcov
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage coverage.xml coverage.json htmlcov
 	rm -rf src/weir_allocator.egg-info
 	find allocator metrics stress tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -47,7 +47,7 @@ class Shelves:
         """Bins of declared and of assumed uses, by owner and size."""
         self.filled: list[Bin] = []
         """Bins that may hold blocks: all that do are here."""
-        self._owners_at = 2
+        self._owners_at = 16
         """Owners of bins from which on those that have ended are looked for."""
         self.idle = [BestFit() for _ in KINDS]
         self.own: tuple[dict[int, BestFit], ...] = tuple({} for _ in KINDS)
@@ -177,17 +177,18 @@ class Shelves:
 
     def flush(self) -> bool:
         """Empty the bins into the indexes.  True if there was anything there.  O(blocks put in since the last time)."""
-        any_there = False
+        any_there = ended = False
         filled, self.filled = self.filled, []
         for bin_ in filled:
             bin_.filled = False
+            ended = ended or bin_.owner.ended
             blocks = bin_.blocks
             while blocks:
                 any_there = True
                 block = blocks.pop()
                 block.generation += 1
                 self.place(block)
-        if len(self.bins[0]) + len(self.bins[1]) > self._owners_at:
+        if ended or len(self.bins[0]) + len(self.bins[1]) > self._owners_at:
             self._forget_ended()
         return any_there
 
@@ -197,7 +198,7 @@ class Shelves:
             for line in [line for line, sizes in bins.items() if line.ended and not sizes.any()]:
                 for size, bin_ in bins.pop(line).by_size.items():
                     self.past_hits[size] += bin_.hits
-        self._owners_at = 2 + 2 * (len(self.bins[0]) + len(self.bins[1]))
+        self._owners_at = 16 + 2 * (len(self.bins[0]) + len(self.bins[1]))
 
     def flush_finished(self, most: int) -> None:
         """Move what is finished from the bins to `idle`, at most `most` blocks, oldest first.  O(bins + most)."""
