@@ -41,7 +41,7 @@ unit: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ALONE)
 
 # Everything that a compiled module can change, on the compiled build.  ONLY: other tests, or one of them.
-ONLY := tests/conformance tests/scenarios tests/schedules tests/unit/blocks tests/unit/caching tests/unit/events \
+ONLY := tests/conformance tests/scenarios tests/unit/blocks tests/unit/caching tests/unit/events \
   tests/unit/integrations tests/unit/streams tests/unit/test_allocation.py tests/unit/test_collector.py
 compiled: $(READY)
 	$(BIN)/python tests/compiled.py --numprocesses $(WORKERS) -q $(ONLY)

@@ -711,6 +711,7 @@ def test_s23_a_stream_of_another_device_is_refused_and_nothing_is_lost(lab: Lab)
     assert second.used_bytes == 0
 
 
+@pytest.mark.source
 def test_s16_a_finaliser_that_closes_inside_our_own_locked_section_does_not_hang(
     gpu: SimDevice, pool: CachingAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,9 @@ import pytest
 from tests.model.mutants import Mutant
 from tests.schedules.mutants import ACCOUNTS_OF, MUTANTS, killed
 
+pytestmark = pytest.mark.source
+"""The orders are those of the source's own steps."""
+
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_the_mutant_is_killed(mutant: Mutant) -> None:

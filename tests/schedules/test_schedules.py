@@ -25,6 +25,9 @@ from tests.schedules.explorer import by_seed, collect, explore, run
 from tests.schedules.programs import BY_NAME, COLLECTED, FOUR, THREE, TWO, Play
 from tests.schedules.scheduler import InnerLock, Queue, Scheduler, Stuck
 
+pytestmark = pytest.mark.source
+"""The orders are those of the source's own steps."""
+
 ALL_ORDERS = ("hits_on_one_stream", "statistics", "limits", "frees_that_name_a_stream", "the_last_memory", "settling")
 """Short enough for every order of one switch."""
 AT_EVERY_PLACE = ("inside_allocate", "inside_a_scrape", "inside_trim", "inside_settle", "inside_close")
