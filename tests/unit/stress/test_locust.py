@@ -125,6 +125,7 @@ def test_s31_an_interruption_of_master_and_workers_at_once_ends_with_one_report(
     assert errors.count("final check: nothing wrong") == 1 and "operations on 2 pools" in errors
 
 
+@pytest.mark.source
 def test_s31_a_violation_gives_status_1(broken: Any) -> None:
     done = run(
         *SMALL, "--weir-seed", "3", "-u", "4", "-r", "4", "-t", "30s", "ManyUsersUser", file=broken(CARELESS)

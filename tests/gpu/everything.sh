@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# All that needs a GPU, part by part, each with its log and figures in a folder:
+#
+#   tests/gpu/everything.sh OUT [PART ...]      parts: tests cupy programs bench stress churn   (default: all, in this order)
+#
+# tests     pytest tests/gpu, with a million allocations in CuPy's canary, and the conformance suite
+# cupy      CuPy's own tests on its own pool and on Weir; CUPY_SDIST names cupy-*.tar.gz, else this part is left out
+# programs  whole CuPy programs on several streams: memory reserved and throughput, by pool
+# bench     weir bench --table: the aims for speed
+# stress    weir stress --soak, 20 minutes unless STRESS_SECONDS says otherwise
+# churn     ten minutes of arrays on 16 streams
+#
+# A part that fails does not stop the others; the exit status is the number of parts that failed.
+# PYTHON: the interpreter (python3).  Each part prints one line when it begins and one when it ends.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+out=${1:?usage: tests/gpu/everything.sh OUT [PART ...]}
+shift
+mkdir -p "$out"
+python=${PYTHON:-python3}
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+weir="import sys; from allocator.cli import main; sys.exit(main(sys.argv[1:]))"
+failed=0
+
+part() { # name, command...
+  local name=$1 begin=$SECONDS status=0
+  shift
+  echo "== $name: $*"
+  "$@" >"$out/$name.log" 2>&1 || status=$?
+  tail -n 4 "$out/$name.log"
+  echo "== $name: status $status after $((SECONDS - begin)) s"
+  [ "$status" = 0 ] || failed=$((failed + 1))
+}
+
+[ "$#" -gt 0 ] || set -- tests cupy programs bench stress churn
+{
+  date -u +%F
+  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+  "$python" -c 'import platform, sys; print(platform.platform(), sys.version)'
+  "$python" -c "$weir" doctor
+} >"$out/machine.txt" 2>&1
+
+for name; do
+  case $name in
+    tests)
+      part tests env REQUIRE_GPU=1 CUPY_CANARY=1000000 "$python" -m pytest -q -p no:cacheprovider tests/gpu
+      part conformance env REQUIRE_GPU=1 "$python" -m pytest -q -p no:cacheprovider tests/conformance
+      ;;
+    cupy)
+      if [ -z "${CUPY_SDIST:-}" ]; then
+        echo "== cupy: left out; set CUPY_SDIST to CuPy's source archive"
+        continue
+      fi
+      part cupy-suite "$python" tests/cupy_suite/compare.py "$CUPY_SDIST"
+      part cupy-suite-pools "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" --pools-too
+      ;;
+    programs)
+      part rounds "$python" -m allocator.stress.benchmarks.cupy_streams rounds
+      part fresh "$python" -m allocator.stress.benchmarks.cupy_streams fresh
+      ;;
+    bench) part bench "$python" -c "$weir" bench --device 0 --table --json "$out/bench.json" --plot "$out/bench.svg" ;;
+    stress)
+      part stress "$python" -c "$weir" stress --device 0 --threads 8 --streams 16 --soak --every 5 \
+        --seconds "${STRESS_SECONDS:-1200}" --samples "$out/soak.csv" --plot "$out/soak.svg"
+      ;;
+    churn) part churn "$python" -m allocator.stress.benchmarks.cupy_streams churn ;;
+    *)
+      echo "no part is called $name" >&2
+      exit 64
+      ;;
+  esac
+done
+exit "$failed"
