@@ -14,7 +14,7 @@ run: $(READY)
 	@mkdir -p out
 	$(BIN)/weir replay $(SAMPLE) --plot $(PICTURE)
 
-test: lint types unit compiled
+test: lint types unit
 
 # ruff does not follow links, so the folders metrics and stress are named; mypy does, and knows them
 # as allocator.metrics and allocator.stress.

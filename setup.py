@@ -50,9 +50,7 @@ def why_not() -> str | None:
         return "only CPython is compiled for"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "a free-threaded Python: what is compiled relies on the interpreter's lock"
-    if not BUILDING & set(sys.argv) or "editable_wheel" in sys.argv:
-        return "nothing is built, or an editable install"
-    return None
+    return "an editable install" if "editable_wheel" in sys.argv else None
 
 
 def say(text: str) -> None:
@@ -62,6 +60,8 @@ def say(text: str) -> None:
 
 def extensions() -> list[Any]:
     """What is to be compiled; nothing, with the reason said, where that cannot be."""
+    if not BUILDING & set(sys.argv) and "editable_wheel" not in sys.argv:
+        return []  # somebody asks what this package is
     reason = why_not()
     if reason is None:
         os.chdir(Path(__file__).parent)
