@@ -55,7 +55,8 @@ class Scene:
             "broken": Config(),
             "gone": Config(),
         }.items():
-            gpu = self.devices[name] = SimDevice(memory=8 << 30)
+            # What is cut into pieces goes on growing until the last alert has fired, however long that takes.
+            gpu = self.devices[name] = SimDevice(memory=1 << 42 if name == "cut" else 8 << 30)
             gpu.advance(1_000_000)
             pool = self.pools[name] = CachingAllocator(gpu, config, name=name)
             self._stack.enter_context(pool)
