@@ -181,12 +181,12 @@ class Frees:
             alone = not COLLECTOR.running and references(limbo, at) == _ALONE
             holder = limbo[at]
             block = holder._block
-            if block.generation != holder._generation:  # closed since
-                continue
-            if alone:
+            if block.generation == holder._generation:  # else it has been closed since
+                if not alone:
+                    self.limbo.append(holder)
+                    continue
                 self._retire(block, None)
-            else:
-                self.limbo.append(holder)
+            self.dropped.append(holder)  # it may be the last to hold a foreign stream object (R9)
 
     def _retire(self, block: Block, named: Timeline | Anyone | list[Holder] | None) -> None:
         """The general case: several users, a stream that has ended, something carried over, or a doubtful end."""

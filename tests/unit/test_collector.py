@@ -142,3 +142,23 @@ def test_the_collector_says_when_it_runs() -> None:
     del watcher
     gc.collect()
     assert seen == [False, True] and not COLLECTOR.running
+
+
+def test_s16_what_kept_a_stream_alive_is_let_go_outside_the_lock(pool: CachingAllocator, gpu: SimDevice) -> None:
+    """A foreign object's destructor is foreign code, and may come back to us (R9)."""
+    inside: list[bool] = []
+
+    class Foreign:
+        def __del__(self) -> None:
+            inside.append(pool._lock.held_here())  # type: ignore[attr-defined]  # an owned lock says so
+
+    allocation = pool.allocate(SIZE, stream=Stream(gpu))
+    allocation.kept = Foreign()
+    cycle: list[Any] = [allocation]
+    cycle.append(cycle)
+    del cycle, allocation
+    gc.collect()
+    for nbytes in (512, 1024, 2048):
+        pool.allocate(nbytes)
+    assert inside == [False]
+    pool.check()

@@ -26,7 +26,7 @@ GIB = 1 << 30
 class FakeGpu(SimDevice):
     """A simulated device that says it is a GPU."""
 
-    simulated = False  # type: ignore[misc]
+    simulated = False  # type: ignore[misc]  # the protocol has it read-only
 
     def __init__(self, ordinal: int, **options: Any) -> None:
         super().__init__(memory=4 * GIB, ordinal=ordinal, name="H400", **options)

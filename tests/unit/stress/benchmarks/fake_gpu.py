@@ -26,7 +26,7 @@ addresses = itertools.count(1 << 44, 1 << 21)
 class FakeGpu(SimDevice):
     """A simulated device that says it is a GPU."""
 
-    simulated = False  # type: ignore[misc]
+    simulated = False  # type: ignore[misc]  # the protocol has it read-only
 
     def __init__(self) -> None:
         super().__init__(memory=1 << 36, name="H400")
@@ -45,7 +45,7 @@ class FakePool:
         self.emptied = 0
         pool = self
 
-        class Memory(cupy.cuda.BaseMemory):  # type: ignore[misc]
+        class Memory(cupy.cuda.BaseMemory):  # type: ignore[misc]  # CuPy's classes have no types
             def __init__(self, ptr: int, size: int) -> None:
                 self.ptr, self.size, self.device_id = ptr, size, 0
 
@@ -79,7 +79,7 @@ class FakeCupy:
         class Stream(hooks.MadeUpStream):
             def __init__(self, non_blocking: bool = False) -> None:
                 assert non_blocking
-                super().__init__(fake, gpu)  # type: ignore[arg-type]
+                super().__init__(fake, gpu)  # type: ignore[arg-type]  # it plays the part
 
             def synchronize(self) -> None:
                 with gpu.program_scope():
@@ -97,7 +97,7 @@ class FakeCupy:
 
         class Null(hooks.MadeUpStream):
             def __init__(self) -> None:
-                self._door = fake  # type: ignore[assignment]
+                self._door = fake  # type: ignore[assignment]  # it plays the part
                 self.device_id = -1
 
             ptr = 0
@@ -106,7 +106,7 @@ class FakeCupy:
                 pass
 
         self.null = Null()
-        Stream.null = self.null  # type: ignore[attr-defined]
+        Stream.null = self.null  # type: ignore[attr-defined]  # as CuPy's class has it
         self.cuda = SimpleNamespace(
             alloc=cupy.cuda.alloc,
             get_allocator=cupy.cuda.get_allocator,
@@ -236,7 +236,7 @@ class Machine:
         self.gpu = FakeGpu()
         self.cupy = FakeCupy(self.gpu)
         self._patch = patch
-        found: Callable[[], Any] = lambda: self.cupy  # noqa: E731
+        found: Callable[[], Any] = lambda: self.cupy  # noqa: E731  # typed, which a def inside a call is not
         for module in (hooks, session, busy):
             patch.setattr(module, "import_cupy", found)
         patch.setattr(session, "open_device", lambda ordinal: self.gpu)

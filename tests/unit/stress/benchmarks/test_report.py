@@ -17,7 +17,7 @@ def measured(
 ) -> Measured:
     unit = str(more.pop("unit", "ns"))
     figures = compare({name: [value] * 3 for name, value in values.items()}, reference)
-    return Measured(benchmark, case, door, unit, reference, figures, **more)  # type: ignore[arg-type]
+    return Measured(benchmark, case, door, unit, reference, figures, **more)  # type: ignore[arg-type]  # the keywords of `Measured`
 
 
 def everything(**changes: float) -> list[Measured]:

@@ -13,7 +13,7 @@ from allocator.stress.benchmarks.runner import Measured, Results, measure, run, 
 
 
 def stage(**settings: object) -> Stage:
-    return Stage(SimDevice(), Settings(**{"repeats": 3, "seconds": 0.001, "quick": True} | settings), [])  # type: ignore[arg-type]
+    return Stage(SimDevice(), Settings(**{"repeats": 3, "seconds": 0.001, "quick": True} | settings), [])  # type: ignore[arg-type]  # the keywords of `Settings`
 
 
 def recorder(log: list[tuple[str, int]], name: str, value: float | None = 1.0) -> Contender:
@@ -171,7 +171,7 @@ def test_readings_take_turns_too() -> None:
     log: list[str] = []
 
     def contender(name: str) -> Callable[[], dict[str, float]]:
-        return lambda: log.append(name) or {"ms": float(len(log))}  # type: ignore[func-returns-value]
+        return lambda: log.append(name) or {"ms": float(len(log))}  # type: ignore[func-returns-value]  # `append` gives None, and then the figure counts
 
     found = take_turns({"a": contender("a"), "b": contender("b")}, 3)
     assert log == [*"ab", *"ba", *"ab"]
