@@ -152,12 +152,18 @@ def test_s16_what_kept_a_stream_alive_is_let_go_outside_the_lock(pool: CachingAl
         def __del__(self) -> None:
             inside.append(pool._lock.held_here())  # type: ignore[attr-defined]  # an owned lock says so
 
-    allocation = pool.allocate(SIZE, stream=Stream(gpu))
-    allocation.kept = Foreign()
-    cycle: list[Any] = [allocation]
-    cycle.append(cycle)
-    del cycle, allocation
+    class Dropper:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            held.clear()
+
+    held = [pool.allocate(SIZE, stream=Stream(gpu))]
+    held[0].kept = Foreign()  # alive until the allocation has gone: no part of what the collector finds dead
+    Dropper()
     gc.collect()
+    assert not held and not inside
     for nbytes in (512, 1024, 2048):
         pool.allocate(nbytes)
     assert inside == [False]
