@@ -106,6 +106,9 @@ class DriverError(AllocatorError):
         self.sticky = sticky
 
 
+REENTERED = "called by a finaliser or a signal handler from inside the allocator's own locked section"
+
+
 class Reentered(AllocatorError):
     """Called from inside one of the allocator's own locked sections: by a finaliser that the garbage collector ran
     there, or by a signal handler.  Nothing was done; call it from elsewhere, or later."""

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final
 
-from allocator.errors import Reentered
+from allocator.errors import REENTERED, Reentered
 
 COMPILED: Final = not __file__.endswith(".py")
 """Does the compiled code of this package run, or its source?"""
@@ -36,7 +36,7 @@ class GilLock:
         if self._inner._is_owned():
             if not blocking or timeout >= 0:
                 return False
-            raise Reentered("called by a finaliser or a signal handler from inside the allocator's own locked section")
+            raise Reentered(REENTERED)
         taken: bool = self._inner.acquire(blocking, timeout)
         if taken:
             self.busy += 1

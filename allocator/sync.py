@@ -24,7 +24,7 @@ from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from allocator.errors import Reentered
+from allocator.errors import REENTERED, Reentered
 from allocator.gil import COMPILED, GilLock
 
 
@@ -79,7 +79,7 @@ class OwnedLock:
         if inner._is_owned():
             if not blocking or timeout >= 0:
                 return False
-            raise Reentered("called by a finaliser or a signal handler from inside the allocator's own locked section")
+            raise Reentered(REENTERED)
         try:
             return inner.acquire(blocking, timeout)
         except BaseException:  # a signal handler's, perhaps just after the lock was taken
@@ -94,7 +94,7 @@ class OwnedLock:
     def checked(self) -> AbstractContextManager[bool]:
         """`with lock.checked():` is `with lock:`, for compiled code, which looks for `__exit__` in the type."""
         if self.inner._is_owned():
-            raise Reentered("called by a finaliser or a signal handler from inside the allocator's own locked section")
+            raise Reentered(REENTERED)
         return self.inner
 
     def __enter__(self) -> bool:

@@ -118,8 +118,8 @@ class Front:
             block, generation, named = entry
             if block.bin is not bin_ or named is not None or block.generation != generation or line.ended:
                 return None
-            # It never gets to the bin, as if it had been there for no time: nobody else sees a stamp, and no seqno is
-            # due for it.
+            # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time: nobody
+            # else sees a stamp, and no seqno is due for it.
             accounts = self._accounts
             low = accounts.allocated - size
             freed = block.requested

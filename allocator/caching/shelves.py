@@ -102,9 +102,7 @@ class Shelves:
     def put_idle(self, block: Block) -> None:
         """All its work is over: any stream may have it."""
         block.state = IDLE
-        if (
-            len(block.stamp.at) > TOLD
-        ):  # many parts have merged: what is left of the stamp only names the kind of a reuse
+        if len(block.stamp.at) > TOLD:  # of many parts; all that the stamp is for now is to name the kind of a reuse
             block.stamp = VectorClock(dict(islice(block.stamp.at.items(), TOLD)))
         if block.since:
             self.aged.append(self._registry.device.clock_ns() - block.since)

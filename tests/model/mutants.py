@@ -86,6 +86,7 @@ def _m(name: str, catch: str, *changes: tuple[str, str, str]) -> Mutant:
 
 
 FREES = f"{CACHING}.frees:Frees"
+FRONT = f"{CACHING}.front:Front"
 SHELVES = f"{CACHING}.shelves:Shelves"
 LADDER = f"{CACHING}.ladder:Ladder"
 GROWTH = f"{CACHING}.growth:Growth"
@@ -356,6 +357,21 @@ MUTANTS: Final = (
             "if line.kind is Kind.LEGACY:",
             "if line.kind.blocking:\n            proves += [self.legacy]\n        if line.kind is Kind.LEGACY:",
         ),
+    ),
+    _m(
+        "r7_what_was_freed_last_goes_to_whoever_asks",
+        "bins: alloc 1 0; free 0; alloc 0 0; free 1; alloc 1 0",
+        (f"{FRONT}._hit", "block.bin is not bin_ or named is not None", "named is not None"),
+    ),
+    _m(
+        "r3_what_was_freed_last_goes_back_past_the_stream_that_the_free_names",
+        "named: alloc 0 1; wait_stream 1 0; free_on 0 1; alloc 0 1",
+        (f"{FRONT}._hit", "or named is not None or", "or"),
+    ),
+    _m(
+        "r3_what_was_freed_last_and_twice_has_two_owners",
+        "scene: a_free_queued_once_more_when_the_block_has_gone_out_again",
+        (f"{FRONT}._hit", "or block.generation != generation or", "or"),
     ),
     _m(
         "r7_a_bin_ignores_the_stamp",

@@ -72,7 +72,7 @@ class Hook:
             front = route.front
             block = front.acquire(nbytes, line, True)  # none for 0 bytes
             if block is not None:
-                lease = Lease()
+                lease = Lease()  # as in `_take`, without a call
                 lease.route = route
                 lease._block = block
                 lease._generation = block.generation
