@@ -369,11 +369,6 @@ MUTANTS: Final = (
         (f"{FRONT}._hit", "or named is not None or", "or"),
     ),
     _m(
-        "r3_what_was_freed_last_and_twice_has_two_owners",
-        "scene: a_free_queued_once_more_when_the_block_has_gone_out_again",
-        (f"{FRONT}._hit", "or block.generation != generation or", "or"),
-    ),
-    _m(
         "r7_a_bin_ignores_the_stamp",
         "waits: alloc 0 1; wait_stream 1 0; use 0 1; free 0; wait_stream 2 0; alloc 2 1",
         (f"{POOL}.declare_use", "block.bin = None", "pass"),

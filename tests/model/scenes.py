@@ -193,15 +193,6 @@ def a_free_queued_twice() -> str | None:
     return scene.end("into 1 1 1; free 1; into 2 2 1")
 
 
-def a_free_queued_once_more_when_the_block_has_gone_out_again() -> str | None:
-    """The second of two closes appends late: its own stream has the block again, and asks for another."""
-    scene = Scene()
-    scene.play("into 0 0 1; into 1 0 1; free 0; into 2 0 1")
-    block = scene.player.blocks[2]
-    scene.pool.frees.append((block._block, block._generation - 1, None))
-    return scene.end("into 3 0 1")
-
-
 class Mixed(Scene):
     """Two libraries in one pool: one declares its uses, as the words do; the other does not."""
 
@@ -311,7 +302,6 @@ SCENES: Final[dict[str, Callable[[], str | None]]] = {
         a_stream_that_captures,
         a_query_that_fails,
         a_free_queued_twice,
-        a_free_queued_once_more_when_the_block_has_gone_out_again,
         an_event_query_that_fails,
         two_streams_that_compare_equal,
         a_living_stream_whose_object_goes,
