@@ -5,7 +5,9 @@
     churn     matmul and SVD of 1 to 84 MiB operands on 4 streams, for a while
 
 Every run is a process of its own, and the pools take turns; a figure is a median over the turns, a speed is a ratio to
-CuPy's own pool in the same turns.  `python -m allocator.stress.benchmarks.cupy_streams --help`.
+CuPy's own pool in the same turns.  With --together all of them run at once, for as long as each alone would: what they
+reserve stays what it is, as every pool is asked for its own; their speed says nothing then, and is left out.
+`python -m allocator.stress.benchmarks.cupy_streams --help`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 MIB: Final = 1 << 20
@@ -35,28 +38,34 @@ SETTINGS: Final = {
 
 
 class Meter:
-    """What the driver has given away, as it says itself; the peak of what was asked."""
+    """What a pool has reserved, as it says itself, from time to time."""
 
-    def __init__(self, cupy: Any) -> None:
-        self._info = cupy.cuda.runtime.memGetInfo
-        self._before = self._info()[0]
+    def __init__(self, reserved: Callable[[], int]) -> None:
+        self._reserved = reserved
+        self._start = time.perf_counter()
+        self.samples: list[tuple[float, int]] = []
         self.peak = 0
         self.now = 0
 
     def look(self) -> None:
-        """One look.  `cudaMemGetInfo`."""
-        self.now = self._before - self._info()[0]
+        """One look."""
+        self.now = self._reserved()
         self.peak = max(self.peak, self.now)
+        seconds = time.perf_counter() - self._start
+        if not self.samples or seconds - self.samples[-1][0] >= 1.0:
+            self.samples.append((round(seconds, 2), self.now))
 
 
-def use(pool: str) -> tuple[Any, Callable[[], dict[str, int]]]:
-    """(cupy, a function that says what the pool counted) with this pool switched on."""
+def use(pool: str) -> tuple[Any, Callable[[], int], Callable[[], dict[str, int]]]:
+    """(cupy, functions that say what the pool has reserved, and what it counted) with this pool switched on."""
     import cupy
 
     cupy.zeros(1).sum()  # the context, and the modules every kernel needs, before anything is measured
     if pool == "async":
-        cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
-    elif pool.startswith("weir"):
+        theirs = cupy.cuda.MemoryAsyncPool()
+        cupy.cuda.set_allocator(theirs.malloc)
+        return cupy, theirs.total_bytes, dict
+    if pool.startswith("weir"):
         import allocator.cupy
 
         weir = allocator.cupy.install()
@@ -71,8 +80,8 @@ def use(pool: str) -> tuple[Any, Callable[[], dict[str, int]]]:
                 **{f"reuse_{kind}": n for kind, n in stats.allocations.items()},
             }
 
-        return cupy, counted
-    return cupy, dict
+        return cupy, lambda: weir.reserved_bytes, counted
+    return cupy, cupy.get_default_memory_pool().total_bytes, dict
 
 
 def rounds(cupy: Any, meter: Meter, options: argparse.Namespace) -> float:
@@ -143,8 +152,8 @@ PROGRAMS: Final = {"rounds": rounds, "fresh": fresh, "churn": churn}
 
 def one(options: argparse.Namespace) -> dict[str, Any]:
     """One run, in this process."""
-    cupy, counted = use(options.pool)
-    meter = Meter(cupy)
+    cupy, reserved, counted = use(options.pool)
+    meter = Meter(reserved)
     speed, failure = 0.0, None
     try:
         speed = PROGRAMS[options.program](cupy, meter, options)
@@ -152,42 +161,43 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
         failure = str(error)
     result: dict[str, Any] = {"pool": options.pool, "program": options.program, "per_second": speed}
     result |= {"peak_bytes": meter.peak, "last_bytes": meter.now, "failure": failure, **counted()}
+    if options.samples:
+        result["samples"] = meter.samples
     if hasattr(options, "half"):
         result["peak_bytes_at_half"] = options.half
     return result
 
 
+def command(pool: str, options: argparse.Namespace) -> list[str]:
+    """The command of one run."""
+    module = "allocator.stress.benchmarks.cupy_streams"
+    numbers = ["--rounds", str(options.rounds), "--steps", str(options.steps), "--seconds", str(options.seconds)]
+    samples = ["--samples"] if options.samples else []
+    return [sys.executable, "-m", module, options.program, "--pool", pool, *numbers, *samples]
+
+
 def turns(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every pool in turn, each in a process of its own."""
+    """Every pool in turn, or all of them at once; each in a process of its own."""
     results = []
     for turn in range(options.turns):
-        for pool in options.pools:
-            command = [
-                sys.executable,
-                "-m",
-                "allocator.stress.benchmarks.cupy_streams",
-                options.program,
-                "--pool",
-                pool,
-            ]
-            command += [
-                "--rounds",
-                str(options.rounds),
-                "--steps",
-                str(options.steps),
-                "--seconds",
-                str(options.seconds),
-            ]
-            environ = {k: v for k, v in os.environ.items() if not k.startswith("WEIR_")} | SETTINGS.get(pool, {})
-            done = subprocess.run(command, capture_output=True, text=True, env=environ)
-            if done.returncode:
-                raise SystemExit(f"{pool}: {done.stderr.strip().splitlines()[-1:]}")
-            results.append(json.loads(done.stdout))
-            print(f"turn {turn + 1} of {options.turns}: {pool}", file=sys.stderr)
+        for group in [options.pools] if options.together else [[pool] for pool in options.pools]:
+            running = []
+            for pool in group:
+                environ = {k: v for k, v in os.environ.items() if not k.startswith("WEIR_")} | SETTINGS.get(pool, {})
+                pipe = subprocess.PIPE
+                running.append(
+                    subprocess.Popen(command(pool, options), stdout=pipe, stderr=pipe, text=True, env=environ)
+                )
+            for pool, process in zip(group, running, strict=True):
+                out, errors = process.communicate()
+                if process.returncode:
+                    raise SystemExit(f"{pool}: {errors.strip().splitlines()[-1:]}")
+                results.append(json.loads(out))
+                print(f"turn {turn + 1} of {options.turns}: {pool}", file=sys.stderr)
     return results
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, Any]], *, together: bool = False) -> str:
     """Medians a pool, and the speed as a ratio to CuPy's own pool."""
     lines = [f"{'pool':38} {'peak MiB':>9} {'last MiB':>9} {'speed':>6}  {'out of memory':>13} {'waits':>6}"]
     by_pool: dict[str, list[dict[str, Any]]] = {}
@@ -198,9 +208,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         peak, last, speed = (statistics.median(r[k] for r in runs) for k in ("peak_bytes", "last_bytes", "per_second"))
         failed = "failed" if any(r["failure"] for r in runs) else f"{sum(r.get('out_of_memory', 0) for r in runs)}"
         waits = f"{statistics.median(r['waits'] for r in runs):.0f}" if "waits" in runs[0] else "-"
-        lines.append(
-            f"{POOLS[pool]:38} {peak / MIB:9.0f} {last / MIB:9.0f} {speed / base:6.3f}  {failed:>13} {waits:>6}"
-        )
+        ratio = "-" if together else f"{speed / base:.3f}"
+        lines.append(f"{POOLS[pool]:38} {peak / MIB:9.0f} {last / MIB:9.0f} {ratio:>6}  {failed:>13} {waits:>6}")
+        if "peak_bytes_at_half" in runs[0]:
+            half = statistics.median(r["peak_bytes_at_half"] for r in runs)
+            lines.append(f"{'':38} {half / MIB:9.0f} after half of the time")
     return "\n".join(lines)
 
 
@@ -217,13 +229,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200, help="fresh streams")
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the churn")
     parser.add_argument("--pool", choices=POOLS, help="one run of this pool, in this process")
-    parser.add_argument("--json", action="store_true", help="one JSON object a run")
+    parser.add_argument("--together", action="store_true", help="all pools at once; no speeds")
+    parser.add_argument("--samples", action="store_true", help="keep what was reserved, once a second, in the JSON")
+    parser.add_argument("--json", metavar="FILE", help="one JSON object a run, a line each")
     options = parser.parse_args(argv)
     if options.pool:
         print(json.dumps(one(options)))
         return 0
     results = turns(options)
-    print("\n".join(json.dumps(r) for r in results) if options.json else table(results))
+    print(table(results, together=options.together))
+    if options.json:
+        Path(options.json).write_text("".join(json.dumps(r) + "\n" for r in results))
     return 0
 
 

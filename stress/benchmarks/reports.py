@@ -76,7 +76,7 @@ def cupy_programs(stage: Stage) -> Iterator[Reading]:
     for program in cupy_streams.PROGRAMS:
         options = argparse.Namespace(
             program=program, pools=list(cupy_streams.POOLS), turns=min(5, stage.settings.repeats),
-            rounds=100, steps=200, seconds=stage.settings.seconds,
+            rounds=100, steps=200, seconds=stage.settings.seconds, together=False, samples=False,
         )  # fmt: skip
         results = cupy_streams.turns(options)
         values: dict[str, list[float]] = {}

@@ -1,4 +1,6 @@
-"""Run CuPy's own tests on CuPy's pool and on Weir, and compare which fail.  Needs a GPU; see README.md.
+"""Run CuPy's own tests on CuPy's pool and, in one or two ways, on Weir, and compare which fail.  Needs a GPU.
+
+README.md says what the two ways are.
 
 Status: 0 nothing fails on Weir that passes on CuPy's pool, but for what `expected.txt` lists; 1 something does;
 2 usage.
@@ -15,6 +17,7 @@ import tarfile
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -45,19 +48,21 @@ def unpack(archive: Path, folder: Path) -> Path:
     return folder / members[0].name.split("/", 1)[0]
 
 
-def run(where: Path, parts: Sequence[str], jobs: int, report: Path, *, weir: bool, pools_too: bool) -> dict[str, str]:
-    """One run of pytest; the outcome of every test by its id."""
-    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=0", f"--junitxml={report}"]
+def run(where: Path, parts: Sequence[str], jobs: int, report: Path, mode: str | None) -> dict[str, str]:
+    """One run of pytest, on CuPy's pool where `mode` is None; the outcome of every test by its id."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=0", f"--junitxml={report}"]
     if jobs > 1:
         command += ["-n", str(jobs)]
-    environ = os.environ | {"CUPY_TEST_GPU_LIMIT": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}"}
-    if weir:
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT / "src")])
+    environ = os.environ | {"CUPY_TEST_GPU_LIMIT": "1", "PYTHONPATH": path}
+    if mode is not None:
         command += ["-p", "weir_plugin"]
-        environ["WEIR_SUITE_POOLS"] = "1" if pools_too else "0"
+        environ["WEIR_SUITE_POOLS"] = "1" if mode == "pools" else "0"
     command += [str(Path("tests/cupy_tests") / part) for part in parts]
-    done = subprocess.run(command, cwd=where, env=environ)
+    with report.with_suffix(".log").open("w") as log:
+        done = subprocess.run(command, cwd=where, env=environ, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode not in (0, 1) or not report.exists():
-        raise SystemExit(f"pytest ended with status {done.returncode} and no report: nothing was compared")
+        raise SystemExit(f"pytest ended with status {done.returncode} and no report: {log.name} says why")
     return outcomes(report)
 
 
@@ -88,30 +93,48 @@ def differences(ours: dict[str, str], theirs: dict[str, str], expected: Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Unpack, run twice, compare, print."""
+    """Unpack, run, compare, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("archive", type=Path, help="CuPy's source distribution, cupy-14.2.0.tar.gz")
     parser.add_argument("parts", nargs="*", default=list(PARTS), help="below tests/cupy_tests; default: many")
     parser.add_argument("--jobs", type=int, default=8)
-    parser.add_argument("--pools-too", action="store_true", help="cupy.cuda.MemoryPool is ours, too")
+    parser.add_argument("--modes", default="allocator,pools", help="ways to use Weir, side by side (default: both)")
+    parser.add_argument("--reports", type=Path, help="keep reports and logs in this folder")
     options = parser.parse_args(argv)
+    modes = options.modes.split(",")
     if not options.archive.exists():
         parser.error(f"{options.archive}: no such file; README.md says how to get it")
+    if unknown := set(modes) - {"allocator", "pools"}:
+        parser.error(f"{', '.join(sorted(unknown))}: no such mode; there are allocator and pools")
     with tempfile.TemporaryDirectory() as folder:
         where = unpack(options.archive, Path(folder))
-        theirs = run(where, options.parts, options.jobs, Path(folder, "a.xml"), weir=False, pools_too=False)
-        ours = run(where, options.parts, options.jobs, Path(folder, "b.xml"), weir=True, pools_too=options.pools_too)
-    new, known = differences(ours, theirs, patterns())
-    for name, found in (("CuPy's pool", theirs), ("Weir", ours)):
-        counts = {kind: sum(o == kind for o in found.values()) for kind in ("passed", "failed", "skipped")}
-        print(f"{name:12} {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
-    print(f"fail on Weir only: {len(new)} unexpected, {len(known)} listed in expected.txt")
-    for test in new:
-        print(f"  {test}")
-    if not ours or set(ours) != set(theirs):
-        print("the two runs did not run the same tests", file=sys.stderr)
-        return 1
-    return 1 if new else 0
+        reports = options.reports.resolve() if options.reports else Path(folder)
+        reports.mkdir(parents=True, exist_ok=True)
+        # Alone, and first: it compiles the kernels that all of them find compiled afterwards.
+        theirs = run(where, options.parts, options.jobs, reports / "cupy.xml", None)
+        print(summary("CuPy's pool", theirs), flush=True)
+        with ThreadPoolExecutor() as pool:
+            jobs = max(1, options.jobs // len(modes))
+            started = {m: pool.submit(run, where, options.parts, jobs, reports / f"{m}.xml", m) for m in modes}
+            runs = {mode: future.result() for mode, future in started.items()}
+    status = 0
+    for mode, ours in runs.items():
+        new, known = differences(ours, theirs, patterns())
+        print(summary(f"Weir ({mode})", ours))
+        print(f"fail on Weir only: {len(new)} unexpected, {len(known)} listed in expected.txt")
+        for test in new:
+            print(f"  {test}")
+        if not ours or set(ours) != set(theirs):
+            print(f"{len(set(ours) ^ set(theirs))} tests ran in one of the two only")
+            status = 1
+        status = 1 if new else status
+    return status
+
+
+def summary(name: str, found: dict[str, str]) -> str:
+    """One line."""
+    counts = {kind: sum(o == kind for o in found.values()) for kind in ("passed", "failed", "skipped")}
+    return f"{name:16} {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@
 # programs  whole CuPy programs on several streams: memory reserved and throughput, by pool
 # bench     weir bench --table: the aims for speed
 # stress    weir stress --soak, 20 minutes unless STRESS_SECONDS says otherwise
-# churn     ten minutes of arrays on 16 streams
+# churn     ten minutes of products and decompositions, all pools at once
 #
 # A part that fails does not stop the others; the exit status is the number of parts that failed.
-# PYTHON: the interpreter (python3).  Each part prints one line when it begins and one when it ends.
+# PYTHON: the interpreter (python3); TURNS, JOBS, CUPY_CANARY, CHURN_SECONDS: see below.  Each part prints one line when it begins and one when it ends.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: tests/gpu/everything.sh OUT [PART ...]}
@@ -43,7 +43,8 @@ part() { # name, command...
 for name; do
   case $name in
     tests)
-      part tests env REQUIRE_GPU=1 CUPY_CANARY=1000000 "$python" -m pytest -q -p no:cacheprovider tests/gpu
+      part tests env REQUIRE_GPU=1 GPU_TEST_SECONDS=900 CUPY_CANARY="${CUPY_CANARY:-1000000}" \
+        "$python" -m pytest -q -p no:cacheprovider tests/gpu
       part conformance env REQUIRE_GPU=1 "$python" -m pytest -q -p no:cacheprovider tests/conformance
       ;;
     cupy)
@@ -51,19 +52,22 @@ for name; do
         echo "== cupy: left out; set CUPY_SDIST to CuPy's source archive"
         continue
       fi
-      part cupy-suite "$python" tests/cupy_suite/compare.py "$CUPY_SDIST"
-      part cupy-suite-pools "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" --pools-too
+      part cupy-suite "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" --reports "$out/cupy-suite" --jobs "${JOBS:-8}"
       ;;
     programs)
-      part rounds "$python" -m allocator.stress.benchmarks.cupy_streams rounds
-      part fresh "$python" -m allocator.stress.benchmarks.cupy_streams fresh
+      part rounds "$python" -m allocator.stress.benchmarks.cupy_streams rounds --turns "${TURNS:-5}" --json "$out/rounds.jsonl"
+      part fresh "$python" -m allocator.stress.benchmarks.cupy_streams fresh --pools cupy async weir \
+        --turns 1 --json "$out/fresh.jsonl"
       ;;
     bench) part bench "$python" -c "$weir" bench --device 0 --table --json "$out/bench.json" --plot "$out/bench.svg" ;;
     stress)
       part stress "$python" -c "$weir" stress --device 0 --threads 8 --streams 16 --soak --every 5 \
         --seconds "${STRESS_SECONDS:-1200}" --samples "$out/soak.csv" --plot "$out/soak.svg"
       ;;
-    churn) part churn "$python" -m allocator.stress.benchmarks.cupy_streams churn ;;
+    churn)
+      part churn "$python" -m allocator.stress.benchmarks.cupy_streams churn --pools cupy async weir --together --turns 1 \
+        --seconds "${CHURN_SECONDS:-600}" --samples --json "$out/churn.jsonl"
+      ;;
     *)
       echo "no part is called $name" >&2
       exit 64
