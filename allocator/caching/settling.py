@@ -159,6 +159,7 @@ class Settling:
         lines = in_flight(dict.fromkeys((*self.waiting().lines, registry.legacy)))  # in one order, so that runs repeat
         with registry.lock:
             events = [line.in_flight[0] for line in lines if line.in_flight]
+            events += [seal.event for seal in registry.context.in_flight if seal.event is not None][:1]
             for sealed in events:
                 sealed.users += 1
         if not events:

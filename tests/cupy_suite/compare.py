@@ -57,7 +57,7 @@ def run(where: Path, parts: Sequence[str], jobs: int, report: Path, mode: str | 
     environ = os.environ | {"CUPY_TEST_GPU_LIMIT": "1", "PYTHONPATH": path}
     if mode is not None:
         command += ["-p", "weir_plugin"]
-        environ["WEIR_SUITE_POOLS"] = "1" if mode == "pools" else "0"
+        environ["CUPY_SUITE_POOLS"] = "1" if mode == "pools" else "0"
     command += [str(Path("tests/cupy_tests") / part) for part in parts]
     with report.with_suffix(".log").open("w") as log:
         done = subprocess.run(command, cwd=where, env=environ, stdout=log, stderr=subprocess.STDOUT)

@@ -1,6 +1,6 @@
 """A pytest plugin: CuPy's own tests with Weir as CuPy's memory.  Load it with `-p`; see README.md.
 
-WEIR_SUITE_POOLS=1 makes `cupy.cuda.MemoryPool` ours as well.
+CUPY_SUITE_POOLS=1 makes `cupy.cuda.MemoryPool` ours as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OwnPool(MemoryPool):
 
 def pytest_configure(config: pytest.Config) -> None:
     allocator.cupy.install()
-    if os.environ.get("WEIR_SUITE_POOLS") == "1":
+    if os.environ.get("CUPY_SUITE_POOLS") == "1":
         cupy.cuda.MemoryPool = cupy.cuda.memory.MemoryPool = OwnPool
 
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cupy_bench import CuPyBench, cupy, weir
 from rig import Rig
-from test_cupy import CuPyBench, cupy, weir
 
 from allocator.events import EMPTY
-from allocator.streams import Registry
+from allocator.streams.order import Order
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (512, 4 * KIB, 24 * KIB, 200 * KIB, 300 * KIB, MIB, 3 * MIB)
@@ -44,6 +44,12 @@ class Counter:
         return int(self.memory.ptr)
 
 
+def bury(dying: queue.SimpleQueue[Any]) -> None:
+    """Drop what comes out of the queue, until None does; in a thread of its own."""
+    while dying.get() is not None:  # `==` would be a kernel
+        pass
+
+
 def run(bench: CuPyBench, allocations: int, *, seed: int, streams: int = 16, tag_base: int = 0) -> int:
     """The workload of one thread; words found wrong."""
     draw = random.Random(seed)
@@ -52,7 +58,7 @@ def run(bench: CuPyBench, allocations: int, *, seed: int, streams: int = 16, tag
     kernels = bench.kernels
     live: list[tuple[Any, Any, int]] = []
     dying: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    reaper = threading.Thread(target=lambda: [None for _ in iter(dying.get, None)])
+    reaper = threading.Thread(target=bury, args=(dying,))
     reaper.start()
     try:
         for i in range(1, allocations + 1):
@@ -134,9 +140,9 @@ def test_control_without_gating_the_canary_sees_corruption(rig: Rig) -> None:
     bench.install()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Registry, "done", lambda *_, **__: True)
-            patch.setattr(Registry, "known", lambda *_, **__: True)
-            patch.setattr(Registry, "unfinished", lambda *_, **__: EMPTY)
+            patch.setattr(Order, "done", lambda *_, **__: True)
+            patch.setattr(Order, "known", lambda *_, **__: True)
+            patch.setattr(Order, "unfinished", lambda *_, **__: EMPTY)
             busy = [cupy.cuda.Stream(non_blocking=True) for _ in range(8)]
             for stream in busy:
                 bench.gpu.spin(stream.ptr, 20_000_000)

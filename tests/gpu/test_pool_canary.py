@@ -13,7 +13,7 @@ from rig import Rig
 
 from allocator import Allocation, CachingAllocator, Stream
 from allocator.events import EMPTY
-from allocator.streams import Registry
+from allocator.streams.order import Order
 
 SIZES = (512, 4 * KIB, 24 * KIB, 200 * KIB, 300 * KIB, MIB, 3 * MIB)
 ALLOCATIONS = 100_000
@@ -122,9 +122,9 @@ def test_with_gating_the_owner_reads_what_it_wrote(bench: Bench) -> None:
 
 def _switch_gating_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything counts as finished: what a pool without any ordering would do."""
-    monkeypatch.setattr(Registry, "done", lambda *_, **__: True)
-    monkeypatch.setattr(Registry, "known", lambda *_, **__: True)
-    monkeypatch.setattr(Registry, "unfinished", lambda *_, **__: EMPTY)
+    monkeypatch.setattr(Order, "done", lambda *_, **__: True)
+    monkeypatch.setattr(Order, "known", lambda *_, **__: True)
+    monkeypatch.setattr(Order, "unfinished", lambda *_, **__: EMPTY)
 
 
 def test_control_without_gating_corruption_is_seen(ungated: Bench) -> None:

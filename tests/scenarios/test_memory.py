@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -209,15 +210,46 @@ def test_s08_pending_bytes_are_reported_and_without_a_bound_the_pool_grows(
     assert stats.oldest_in_flight_seconds >= 0
 
 
-def test_s08_above_the_bound_the_pool_waits_before_it_grows(lab: Lab, gpu: SimDevice) -> None:
+@pytest.mark.parametrize("context_events", [None, True, False])
+@pytest.mark.parametrize("uses", ["auto", "declared", "assumed"])
+def test_s08_above_the_bound_the_pool_waits_before_it_grows(
+    lab: Lab, gpu: SimDevice, uses: str, context_events: bool | None
+) -> None:
     bound = 16 * MIB
-    pool = lab.pool(gpu, max_in_flight=bound)
+    pool = lab.pool(gpu, max_in_flight=bound, uses=uses, context_events=context_events)
     _producer(gpu, pool, 64, 4 * MIB)
     stats = pool.stats()
     assert gpu.now_ns > 0
     assert stats.peak_in_flight_bytes <= bound + 2 * 4 * MIB
     assert stats.peak_reserved_bytes <= bound + 2 * 4 * MIB
     assert stats.host_synchronizations > 0
+
+
+@pytest.mark.parametrize("context_events", [None, True, False])
+@pytest.mark.parametrize("uses", ["declared", "assumed"])
+@pytest.mark.parametrize("rounds", [False, True], ids=["on and on", "in rounds"])
+@pytest.mark.parametrize("settings", [{"max_in_flight": 8 * MIB}, {"limit": 12 * MIB}], ids=["bound", "limit"])
+def test_s08_streams_in_turn_wait_for_the_oldest_of_them_and_not_for_all(
+    lab: Lab, gpu: SimDevice, settings: dict[str, Any], rounds: bool, uses: str, context_events: bool | None
+) -> None:
+    """16 streams in turn, each with 4 MiB in flight until its work is over: three blocks serve all of them.
+
+    In rounds: the program waits for the device after each, in a way that nobody sees.
+    """
+    pool = lab.pool(gpu, uses=uses, context_events=context_events, **settings)
+    streams = [Stream(gpu) for _ in range(16)]
+    longest = 0
+    for turn in range(64):
+        before = gpu.now_ns
+        block = pool.allocate(4 * MIB, stream=streams[turn % 16])
+        longest = max(longest, gpu.now_ns - before)
+        gpu.launch(block.stream, duration_ns=1_000_000, writes=[block])
+        block.close()
+        if turn % 16 == 15 and rounds:
+            gpu.run_until_idle()
+    assert pool.stats().peak_reserved_bytes <= 12 * MIB
+    assert longest <= 1_500_000
+    assert pool.stats().out_of_memory == 0
 
 
 def test_s08_the_wait_is_bounded_and_then_it_grows(lab: Lab, gpu: SimDevice) -> None:
