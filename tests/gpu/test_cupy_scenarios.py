@@ -168,7 +168,7 @@ def test_s26_nothing_is_an_array_too(bench: CuPyBench) -> None:
         assert x.data.ptr == 0 and x.data.mem.size == 0
         del x
     assert dict(bench.gpu.calls) == before and pool.allocated_bytes == 0
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="negative"):
         cupy.cuda.alloc(-1)
 
 
