@@ -129,12 +129,18 @@ class Watch:
             self._wrap(self._classes.array, "__dlpack__", self._dlpack)
             self._wrap_interface(self._classes.array)
         hooks = self._classes.memory_hook
-        self._gate_what_is_frozen()
+        hidden = gc.get_freeze_count() > 0  # Python 3.12 and later freeze a few objects of their own when they start
         for found in gc.get_objects():  # made before us, perhaps used by name only
+            if found is stream:
+                hidden = False  # a freeze hides whatever there is: it was before the class, so before its streams
             kind = type(found)
             if issubclass(kind, stream):
                 self.see(found)
             elif hooks is not None and issubclass(kind, hooks):
+                self._on_hook_use()
+        if hidden:
+            self._gate_what_is_frozen()
+            if hooks is not None:
                 self._on_hook_use()
 
     def stop(self) -> None:
@@ -213,7 +219,7 @@ class Watch:
 
     def _gate_what_is_frozen(self) -> None:
         """`gc.freeze()` hides objects from us, streams perhaps among them: then somebody unknown may use anything."""
-        device = self._device_of(self._current_stream()) if gc.get_freeze_count() else None
+        device = self._device_of(self._current_stream())
         if device is not None:
             _log.warning("gc.freeze() hides the streams made before it: call allocator.cupy.install() first")
             Registry.of(device).new_unknown_line()

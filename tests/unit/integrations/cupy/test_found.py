@@ -180,6 +180,27 @@ def test_r10_a_graph_that_outlives_the_installation_is_watched_on(
     gpu.run_until_idle()
 
 
+def test_r3_a_freeze_before_there_were_streams_hides_none(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python 3.12 and later freeze what they have when they start, so there always is something frozen."""
+    gc.freeze()
+    try:
+        start: Start = request.getfixturevalue("start")
+        library: FakeCupy = request.getfixturevalue("library")
+        with caplog.at_level(logging.WARNING, "allocator"):
+            pool = start(uses="assumed", context_events=False)
+    finally:
+        gc.unfreeze()
+    assert "gc.freeze()" not in caplog.text
+    with library.Stream(non_blocking=True) as a:
+        where = span(array(2 * MIB))[0]
+    a.synchronize()
+    with library.Stream(non_blocking=True):
+        assert span(array(2 * MIB))[0] == where  # nobody unknown keeps it
+    assert pool.stats().allocations["new_memory"] == 1
+
+
 def test_r3_streams_that_a_freeze_hides_gate_everything(
     library: FakeCupy, gpu: SimDevice, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
