@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ class CuPyBench:
         self.gpu: CudaDevice = rig.gpu
         self.kernels = rig.kernels
         self._pools: list[CachingAllocator] = []
+        self._streams: list[weakref.ref[Any]] = []
 
     def install(self, **config: Any) -> CachingAllocator:
         """A new pool with these settings, and CuPy on it."""
@@ -34,10 +37,16 @@ class CuPyBench:
         return pool
 
     def stream(self, *, non_blocking: bool = True) -> Any:
-        return cupy.cuda.Stream(non_blocking=non_blocking)
+        stream = cupy.cuda.Stream(non_blocking=non_blocking)
+        self._streams.append(weakref.ref(stream))
+        return stream
 
     def close(self) -> None:
         self.rig.release()
+        for stream in filter(None, (ref() for ref in self._streams)):
+            with contextlib.suppress(Exception):  # a test that failed in a capture takes no other with it
+                if stream.is_capturing():
+                    stream.end_capture()
         cupy.cuda.Device(0).synchronize()
         gc.collect()
         weir.uninstall()
