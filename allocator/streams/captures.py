@@ -17,6 +17,7 @@ Next: registry.py (`borrow`), ../caching/capturing.py (the blocks).  Arguments: 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,8 +30,13 @@ from allocator.streams.timeline import Kind, Timeline
 if TYPE_CHECKING:
     from allocator.streams.registry import Registry
 
-PATIENCE_S: Final = 1.0
-"""Real seconds that a capture's begin waits for other threads to leave their calls on its stream."""
+PATIENCE_S: Final = 10.0
+"""Real seconds that a capture's begin waits for other threads to leave their calls on its stream.
+
+Such a call takes microseconds, on a driver that other processes keep busy seconds.  One that never comes back, as it
+waits for something that this very thread is to do, must not stop the program for ever: then the capture may be lost.
+"""
+_log = logging.getLogger("allocator")
 
 
 class Capture:
@@ -159,6 +165,7 @@ class Captures:
             if not pins:
                 return
             time.sleep(20e-6)
+        _log.warning("a capture begins although a thread has been in a call on its stream for %g s", PATIENCE_S)
 
     # -- who may do what meanwhile ---------------------------------------------------------------
 

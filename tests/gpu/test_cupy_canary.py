@@ -22,6 +22,7 @@ from allocator.streams.order import Order
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (512, 4 * KIB, 24 * KIB, 200 * KIB, 300 * KIB, MIB, 3 * MIB)
+LATE = 0.25  # how often a stream is kept from its work for a millisecond: else the device would never be behind
 ALLOCATIONS = int(os.environ.get("CUPY_CANARY", "40000"))
 
 
@@ -66,6 +67,8 @@ def run(bench: CuPyBench, allocations: int, *, seed: int, streams: int = 16, tag
             stream = ours[draw.randrange(streams)]
             with stream:
                 array = cupy.ndarray((SIZES[draw.randrange(len(SIZES))],), dtype=cupy.uint8)
+            if draw.random() < LATE:
+                bench.gpu.spin(ours[draw.randrange(streams)].ptr, 1_000_000)
             kernels.fill(stream.ptr, array.data.ptr, array.size // 4, tag)
             live.append((array, stream, tag))
             del array
