@@ -52,7 +52,10 @@ for name; do
         echo "== cupy: left out; set CUPY_SDIST to CuPy's source archive"
         continue
       fi
-      part cupy-suite "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" --reports "$out/cupy-suite" --jobs "${JOBS:-8}"
+      part cupy-suite-pools "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" cuda_tests/test_memory.py \
+        cuda_tests/memory_hooks_tests --modes pools --reports "$out/suite-pools" --jobs "${JOBS:-8}"
+      part cupy-suite "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" --modes allocator \
+        --reports "$out/suite" --jobs "${JOBS:-8}"
       ;;
     programs)
       part rounds "$python" -m allocator.stress.benchmarks.cupy_streams rounds --turns "${TURNS:-5}" --json "$out/rounds.jsonl"
