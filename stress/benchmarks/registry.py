@@ -35,6 +35,7 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
         Benchmark("scrape-cost", "one scrape of 100,000 blocks and 200 streams", reports.one_scrape, usual=False),
         Benchmark("replay-ratios", "reserved over live for the traces", reports.reserved_over_live, usual=False),
         Benchmark("replay-rows", "replay speed as traces grow", reports.replayed_rows, usual=False),
+        Benchmark("scale", "growth curves: blocks, streams, devices, bytes", reports.growth_curves, usual=False),
         Benchmark("live-page", "the live page in a headless Chromium", reports.page, usual=False),
         Benchmark(
             "cupy-programs", "whole programs on CuPy, each pool in its own process", reports.cupy_programs,

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
-from allocator.stress.benchmarks import cupy_streams, live_page, replays, scrape_cost, scrapes
+from allocator.stress.benchmarks import cupy_streams, live_page, replays, scale, scrape_cost, scrapes
 from allocator.stress.benchmarks.cases import Missing, Reading, Stage
 
 Report = Callable[[], tuple[str, dict[str, Any]]]
@@ -57,6 +57,16 @@ def replayed_rows(stage: Stage) -> Iterator[Reading]:
         whole = title == "serve_seconds"
         yield Reading(title, {"replay": [value]}, "replay", "s" if whole else "us a row", text=text)
         text = ""
+
+
+def growth_curves(stage: Stage) -> Iterator[Reading]:
+    """What blocks, streams, devices and bytes cost as they get more."""
+    text, figures = scale.main(stage.settings.quick)
+    for title, found in figures.items():
+        for name, value in found.items():
+            unit = name.rsplit(" ", 1)[-1] if name.endswith((" us", " ms")) else "each"
+            yield Reading(f"{title}: {name}", {"weir": [value]}, "weir", unit, text=text)
+            text = ""
 
 
 def page(stage: Stage) -> Iterator[Reading]:

@@ -176,6 +176,14 @@ def test_the_others_become_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured("live-page").skipped == {"live-page": "needs selenium, and Chromium with its driver"}
 
 
+def test_growth_curves_become_readings_of_one_figure_each() -> None:
+    results = measured("scale")
+    found = {one.case: one for one in results.measured}
+    assert found["1,000 blocks: hit us"].unit == "us" and found["16 GiB: segments"].unit == "each"
+    assert found["10,000 blocks: host bytes a live block"].figures["weir"].median < 1_000
+    assert "1,000 blocks" in results.measured[0].text and not results.measured[1].text
+
+
 def test_programs_on_cupy_become_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     def turns(options: Any) -> list[dict[str, Any]]:
         assert options.turns == 1
