@@ -12,7 +12,9 @@ Next: caching/front.py, which asks `busy`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from time import sleep
 from types import TracebackType
 from typing import Any, Final
 
@@ -20,6 +22,23 @@ from allocator.errors import REENTERED, Reentered
 
 COMPILED: Final = not __file__.endswith(".py")
 """Does the compiled code of this package run, or its source?"""
+
+PATIENCE: Final = 16
+"""Times that a thread lets others go first before it waits in the lock's own queue."""
+
+
+def wait_for(acquire: Callable[[bool], bool]) -> bool:
+    """Take a lock that another thread holds.
+
+    Whoever waits in a lock's queue is handed it without the interpreter's lock, and all others wait until it has both:
+    from then on every operation switches threads.  So the holder, which is inside for microseconds and needs only the
+    interpreter's lock to be out again, is let go first.
+    """
+    for _ in range(PATIENCE):
+        sleep(0)
+        if acquire(False):
+            return True
+    return acquire(True)
 
 
 class GilLock:
@@ -37,7 +56,11 @@ class GilLock:
             if not blocking or timeout >= 0:
                 return False
             raise Reentered(REENTERED)
-        taken: bool = self._inner.acquire(blocking, timeout)
+        taken: bool
+        if blocking and timeout < 0:
+            taken = self._inner.acquire(False) or wait_for(self._inner.acquire)
+        else:
+            taken = self._inner.acquire(blocking, timeout)
         if taken:
             self.busy += 1
         return taken

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from allocator.errors import REENTERED, Reentered
-from allocator.gil import COMPILED, GilLock
+from allocator.gil import COMPILED, GilLock, wait_for
 
 
 class LockLike(AbstractContextManager[bool], Protocol):
@@ -81,6 +81,8 @@ class OwnedLock:
                 return False
             raise Reentered(REENTERED)
         try:
+            if blocking and timeout < 0:
+                return inner.acquire(False) or wait_for(inner.acquire)
             return inner.acquire(blocking, timeout)
         except BaseException:  # a signal handler's, perhaps just after the lock was taken
             if inner._is_owned():
@@ -97,17 +99,25 @@ class OwnedLock:
             raise Reentered(REENTERED)
         return self.inner
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    def __enter__(self) -> bool:  # `acquire()`, without a call in between
+        inner = self.inner
+        if inner._is_owned():
+            raise Reentered(REENTERED)
+        try:
+            return inner.acquire(False) or wait_for(inner.acquire)
+        except BaseException:
+            if inner._is_owned():
+                inner.release()
+            raise
 
 
-def inner_of(lock: LockLike | AbstractContextManager[bool]) -> tuple[AbstractContextManager[bool], Callable[[], bool]]:
-    """(what to enter, what tells whether this thread is inside already): for the hot path."""
+def inner_of(lock: LockLike) -> tuple[Callable[[bool], bool], Callable[[], object], Callable[[], bool]]:
+    """(what takes it, what gives it back, what tells whether this thread is inside already): for the hot path."""
     if isinstance(lock, OwnedLock):
-        return lock.inner, lock.inner._is_owned
+        return lock.inner.acquire, lock.release, lock.inner._is_owned
     if isinstance(lock, GilLock):
-        return lock, lock.held_here
-    return lock, bool
+        return lock.acquire, lock.release, lock.held_here
+    return lock.acquire, lock.release, bool
 
 
 T = TypeVar("T")

@@ -104,6 +104,7 @@ class Ladder:
         shelves, accounts = self._shelves, self._accounts
         with self._lock:
             accounts.mark()
+            self._frees.missed()
             self._frees.drain()
             if flush:
                 shelves.flush()

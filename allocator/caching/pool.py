@@ -127,7 +127,7 @@ class CachingAllocator:
         self.frees: deque[Any] = self._frees.queue
         """Where allocations queue their frees: one atomic append each."""
         self._uses = None if self.config.uses == "auto" else self.config.uses == "assumed"
-        self.front = Front(self._lock, self._shelves, self._frees, self._accounts, self._uses, self._settling.seal)
+        self.front = Front(self._lock, self._shelves, self._frees, self._accounts, self._uses)
         """The hot path, for integrations that know the stream's timeline already."""
         if self.device.watches:
             self.front.announce = self.device.hand_out

@@ -260,7 +260,7 @@ MUTANTS: Final = (
     _m(
         "lock_a_finaliser_comes_back_into_the_locked_section",
         "garbage: inside_free",
-        (f"{LOCK}.acquire", "if inner._is_owned():\n        if not", "if False:\n        if not"),
+        (f"{LOCK}.__enter__", "if inner._is_owned():\n        raise", "if False:\n        raise"),
     ),
     _m(
         "lock_what_another_thread_gets_from_the_driver_is_not_counted",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import cast
 
@@ -166,15 +167,36 @@ def test_whoever_holds_a_lock_is_told_so_and_gets_it_no_second_time() -> None:
     assert not lock.held_here()
 
 
-def test_the_hot_path_enters_the_inner_lock_and_can_ask_whether_it_is_inside() -> None:
+def test_the_hot_path_takes_the_inner_lock_and_can_ask_whether_it_is_inside() -> None:
     lock = OwnedLock()
-    section, inside = inner_of(lock)
+    take, leave, inside = inner_of(lock)
     assert not inside()
-    with section:
-        assert inside() and lock.held_here()
-    section, inside = inner_of(cast(LockLike, plain := threading.Lock()))  # one of a test's own, which tells nothing
-    with section:
-        assert plain.locked() and not inside()
+    assert take(False) and inside() and lock.held_here()
+    leave()
+    take, leave, inside = inner_of(
+        cast(LockLike, plain := threading.Lock())
+    )  # one of a test's own, which tells nothing
+    assert take(False) and plain.locked() and not inside()
+    leave()
+
+
+def test_a_thread_that_waits_for_a_lock_gets_it() -> None:
+    """Whether its holder leaves soon, or only after every thread that may go first has been let go first."""
+    for seconds in (0.0, 0.05):
+        lock = make_lock("held")
+        got: list[bool] = []
+
+        def other(lock: LockLike = lock, got: list[bool] = got) -> None:
+            with lock:
+                got.append(True)
+
+        with lock:
+            thread = threading.Thread(target=other)
+            thread.start()
+            time.sleep(seconds)
+            assert not got
+        thread.join(10)
+        assert got
 
 
 def test_a_program_may_bring_locks_of_its_own() -> None:
