@@ -24,6 +24,7 @@ COMPILED = (
     "allocator/blocks/block.py",
     "allocator/blocks/heap.py",
     "allocator/blocks/index.py",
+    "allocator/blocks/keys.py",
     "allocator/caching/accounting.py",
     "allocator/caching/checked_shelves.py",
     "allocator/caching/frees.py",

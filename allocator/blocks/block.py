@@ -14,10 +14,10 @@ Next: index.py (best fit), heap.py (split and merge).
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Final, Protocol
 
-from sortedcontainers import SortedList
-
+from allocator.blocks.keys import SortedKeys
 from allocator.events import EMPTY, VectorClock
 
 LIVE: Final = 0
@@ -116,11 +116,12 @@ class Bin:
     They serve that stream only, at once: an exact fit is the best fit.
     """
 
-    __slots__ = ("assumed", "blocks", "filled", "hits", "owner", "size")
+    __slots__ = ("assumed", "blocks", "filled", "hits", "home", "owner", "size")
 
-    def __init__(self, owner: Owner, size: int, assumed: bool) -> None:
+    def __init__(self, home: Bins, owner: Owner, size: int, assumed: bool) -> None:
         self.blocks: list[Block] = []
         """Newest last."""
+        self.home = home
         self.owner = owner
         self.size = size
         self.assumed = assumed
@@ -134,11 +135,13 @@ class Bin:
 class Bins:
     """The bins of one stream."""
 
-    __slots__ = ("_sizes", "by_size")
+    __slots__ = ("_sizes", "by_size", "noted")
 
     def __init__(self) -> None:
         self.by_size: dict[int, Bin] = {}
-        self._sizes: SortedList = SortedList()
+        self.noted: list[Bin] = []
+        """Those that may hold blocks: all that do are here."""
+        self._sizes = SortedKeys()
 
     def any(self) -> bool:
         """Is there a block in any of them?"""
@@ -146,18 +149,26 @@ class Bins:
 
     def open(self, owner: Owner, size: int, assumed: bool) -> Bin:
         """A new bin for blocks of exactly `size` bytes."""
-        bin_ = self.by_size[size] = Bin(owner, size, assumed)
+        bin_ = self.by_size[size] = Bin(self, owner, size, assumed)
         self._sizes.add(size)
         return bin_
 
     def best_fit(self, size: int, most: int) -> Bin | None:
-        """The bin of the least size from `size` up to less than `most` that has a block; looks at 16 sizes at most."""
-        sizes = self._sizes
-        at = sizes.bisect_left(size)
-        end = min(at + 16, len(sizes))
-        while at < end and (candidate := sizes[at]) < most:
+        """The bin of the least size from `size` up to less than `most` that has a block.
+
+        Looks at those that may have one; where they are many, at 16 sizes at most.
+        """
+        noted = self.noted
+        if len(noted) <= 16:
+            best: Bin | None = None
+            for bin_ in noted:
+                if size <= bin_.size < most and bin_.blocks:
+                    best, most = bin_, bin_.size
+            return best
+        for candidate in islice(self._sizes.starting_at(size), 16):
+            if candidate >= most:
+                return None
             bin_ = self.by_size[candidate]
             if bin_.blocks:
                 return bin_
-            at += 1
         return None

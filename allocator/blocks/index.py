@@ -1,17 +1,17 @@
 """Best fit: the smallest free block that is large enough, at the lowest address among equals.
 
-A `sortedcontainers.SortedList` of one integer a block, size and address side by side: integers compare faster
-than tuples.  O(log n) for everything.  Next: heap.py.
+One integer a block, size and address side by side, in order: integers compare faster than tuples.  O(log n) for
+everything.  Next: keys.py (the order), heap.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
-from sortedcontainers import SortedList
-
 from allocator.blocks.block import Block, Owner
+from allocator.blocks.keys import SortedKeys
 
 _ADDRESS_BITS: Final = 64
 _ADDRESS: Final = (1 << _ADDRESS_BITS) - 1
@@ -31,7 +31,7 @@ class BestFit:
     __slots__ = ("_blocks", "_keys", "by_owner", "nbytes")
 
     def __init__(self) -> None:
-        self._keys: SortedList = SortedList()
+        self._keys = SortedKeys()
         self._blocks: dict[int, Block] = {}
         self.nbytes = 0
         """Bytes of all blocks here."""
@@ -74,36 +74,34 @@ class BestFit:
         slack: percent.  Where nothing fits exactly, the lowest address among blocks at most that much larger than
         the smallest: memory that is used together then lies together.  At most 8 blocks are looked at.
         """
-        keys = self._keys
-        at = keys.bisect_left(size << _ADDRESS_BITS)
-        if at == len(keys):
+        key = self._keys.first(size << _ADDRESS_BITS)
+        if key is None:
             return None
-        key = keys[at]
         if slack:
             least = key >> _ADDRESS_BITS
             if least != size:
                 most = least * (100 + slack) // 100 + 1 << _ADDRESS_BITS
-                end = min(at + _LOOKED_AT, len(keys))
-                at += 1
-                while at < end and (other := keys[at]) < most:
+                for other in islice(self._keys.starting_at(key + 1), _LOOKED_AT - 1):
+                    if other >= most:
+                        break
                     if other & _ADDRESS < key & _ADDRESS:
                         key = other
-                    at += 1
         return self._blocks[key]
 
     def from_size(self, size: int) -> Iterator[Block]:
         """Blocks of at least `size` bytes, best fit first.  Nothing may be added or removed meanwhile."""
-        for key in self._keys.irange(size << _ADDRESS_BITS):
+        for key in self._keys.starting_at(size << _ADDRESS_BITS):
             yield self._blocks[key]
 
     def largest(self) -> int:
         """Bytes of the largest block, 0 if there is none."""
-        return self._keys[-1] >> _ADDRESS_BITS if self._keys else 0
+        key = self._keys.last()
+        return 0 if key is None else key >> _ADDRESS_BITS
 
     def check(self) -> None:
         """Raise AssertionError unless keys, blocks and the total agree.  O(n)."""
-        assert len(self._keys) == len(self._blocks)
-        assert list(self._keys) == sorted(self._blocks)
+        self._keys.check()
+        assert list(self._keys.starting_at(0)) == sorted(self._blocks)
         for key, block in self._blocks.items():
             assert key == block.size << _ADDRESS_BITS | block.ptr and block.shelf is self, block
         assert self.nbytes == sum(b.size for b in self._blocks.values())
