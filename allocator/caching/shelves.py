@@ -247,7 +247,7 @@ class Shelves:
         self._version = registry.version
         moved = False
         for own in self.own:
-            for number in [n for n, shelf in own.items() if not shelf and n not in registry.lines]:
+            for number in [n for n, shelf in own.items() if n not in registry.lines and not shelf]:
                 del own[number]  # the stream has ended, and nothing of it is in flight
         for number in list(self._watch):
             line = registry.lines.get(number)
