@@ -116,11 +116,12 @@ class Bin:
     They serve that stream only, at once: an exact fit is the best fit.
     """
 
-    __slots__ = ("assumed", "blocks", "filled", "hits", "owner", "size")
+    __slots__ = ("assumed", "blocks", "filled", "hits", "home", "owner", "size")
 
-    def __init__(self, owner: Owner, size: int, assumed: bool) -> None:
+    def __init__(self, home: Bins, owner: Owner, size: int, assumed: bool) -> None:
         self.blocks: list[Block] = []
         """Newest last."""
+        self.home = home
         self.owner = owner
         self.size = size
         self.assumed = assumed
@@ -134,10 +135,12 @@ class Bin:
 class Bins:
     """The bins of one stream."""
 
-    __slots__ = ("_sizes", "by_size")
+    __slots__ = ("_sizes", "by_size", "noted")
 
     def __init__(self) -> None:
         self.by_size: dict[int, Bin] = {}
+        self.noted: list[Bin] = []
+        """Those that may hold blocks: all that do are here."""
         self._sizes: SortedList = SortedList()
 
     def any(self) -> bool:
@@ -146,12 +149,22 @@ class Bins:
 
     def open(self, owner: Owner, size: int, assumed: bool) -> Bin:
         """A new bin for blocks of exactly `size` bytes."""
-        bin_ = self.by_size[size] = Bin(owner, size, assumed)
+        bin_ = self.by_size[size] = Bin(self, owner, size, assumed)
         self._sizes.add(size)
         return bin_
 
     def best_fit(self, size: int, most: int) -> Bin | None:
-        """The bin of the least size from `size` up to less than `most` that has a block; looks at 16 sizes at most."""
+        """The bin of the least size from `size` up to less than `most` that has a block.
+
+        Looks at those that may have one; where they are many, at 16 sizes at most.
+        """
+        noted = self.noted
+        if len(noted) <= 16:
+            best: Bin | None = None
+            for bin_ in noted:
+                if size <= bin_.size < most and bin_.blocks:
+                    best, most = bin_, bin_.size
+            return best
         sizes = self._sizes
         at = sizes.bisect_left(size)
         end = min(at + 16, len(sizes))

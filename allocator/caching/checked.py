@@ -28,9 +28,9 @@ class CheckedLadder(Ladder):
         self.canary.tend()
         return super().climb(request)
 
-    def _look(self, request: Request, *, flush: bool = True, step: str | None = None) -> Block | None:
+    def _look(self, request: Request, *, bins_first: bool = False, step: str | None = None) -> Block | None:
         self.canary.fill_finished()
-        return super()._look(request, flush=flush, step=step)
+        return super()._look(request, bins_first=bins_first, step=step)
 
     def _depend(self, request: Request) -> Block | None:
         return None

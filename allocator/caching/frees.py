@@ -33,6 +33,8 @@ FEW_STREAMS: Final = 8
 FREES_PER_STREAM: Final = 8
 """Frees for each stream beyond those before all are sealed again, so that the cost of a free does not grow with them.
 Who would have to grow seals at once, whatever the count (R13)."""
+RESTING: Final = 8
+"""So many times the frees, at most, while every allocation finds its stream's own memory: nobody asks for others'."""
 
 
 class Anyone:
@@ -62,6 +64,10 @@ class Frees:
         self._seal_frees = config.seal_frees
         self._seal_at = config.seal_frees
         """Frees after which it is time to seal: with many streams more, as sealing costs what there are streams."""
+        self._rest = 1
+        """What that was multiplied by, as nobody had missed anything."""
+        self._missing = False
+        """Has an allocation missed the bins since the streams were last sealed?"""
         self._seal_bytes = config.seal_bytes
         self.queue: FreeQueue[tuple[Block, int, Timeline | Anyone | list[Holder] | None]] = FreeQueue()
         self.limbo: list[Holder] = []
@@ -166,7 +172,17 @@ class Frees:
     def sealed(self) -> None:
         """The streams are about to be sealed.  Under the pool's lock."""
         self._frees_then, self._freed_then = self._accounts.frees, self._accounts.freed_sum
-        self._seal_at = max(self._seal_frees, FREES_PER_STREAM * (len(self._registry.lines) - FEW_STREAMS))
+        self._rest = 1 if self._missing else min(2 * self._rest, RESTING)
+        self._missing = False
+        few = max(self._seal_frees, FREES_PER_STREAM * (len(self._registry.lines) - FEW_STREAMS))
+        self._seal_at = few * self._rest
+
+    def missed(self) -> None:
+        """An allocation looks at what others have freed: mark that as often as is usual again.  Under the lock."""
+        self._missing = True
+        if self._rest > 1:
+            self._seal_at //= self._rest
+            self._rest = 1
 
     def _met(self, owner: Owner) -> None:
         if self._first is None:

@@ -9,7 +9,6 @@ Next: pool.py (the rest of an allocation), frees.py (how blocks come back).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from allocator.blocks import Bins, Block, Owner
@@ -18,11 +17,11 @@ from allocator.caching.frees import Frees
 from allocator.caching.shelves import Shelves
 from allocator.gil import GilLock
 from allocator.streams import Timeline
-from allocator.sync import LockLike, inner_of, shield
+from allocator.sync import LockLike, inner_of
 
 
 class Front:
-    """What serves hits.  uses: None, or what `Config.uses` says for every caller.  seal: what is due now and then.
+    """What serves hits.  uses: None, or what `Config.uses` says for every caller.
 
     careful: something has to be looked at before an allocation (closed, forked, over the limit, captures): no hits.
     """
@@ -35,7 +34,6 @@ class Front:
         "_gil",
         "_inside",
         "_queue",
-        "_seal",
         "_section",
         "announce",
         "careful",
@@ -48,7 +46,6 @@ class Front:
         frees: Frees,
         accounts: Accounts,
         uses: bool | None,
-        seal: Callable[[], object],
     ) -> None:
         section, inside = inner_of(lock)
         self._gil = lock if isinstance(lock, GilLock) else None
@@ -57,7 +54,6 @@ class Front:
         self._accounts = accounts
         self._frees = frees
         self._queue: Any = frees.queue
-        self._seal: Any = seal
         declared, assumed = shelves.bins
         self._declared: dict[Owner, Bins] = assumed if uses else declared
         self._assumed: dict[Owner, Bins] = declared if uses is False else assumed
@@ -68,38 +64,31 @@ class Front:
     def acquire(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
         """A block of exactly the size asked for that the stream freed before; None: ask `obtain`, also for 0 bytes.
 
-        No driver call, but for the marks that are due (R13).  Raises DriverError from those.
+        No driver call: where marks are due (R13), `obtain` makes them.
         """
         if self.careful:
             return None
         block: Block | None = None
-        due = False
         try:
             gil = self._gil
             if gil is not None and gil.busy == 0:  # nobody is inside, and nobody can be before `_hit` is over
-                block = self._hit(nbytes, line, assumed)
+                block = self._hit(nbytes, line, assumed, False)
                 if block is not None:
                     return block
             if self._inside():
                 return None
             with self._section:
-                block = self._hit(nbytes, line, assumed)
-                if block is None and self._queue:
-                    due = self._frees.drain()
-                    if not due:
-                        block = self._hit(nbytes, line, assumed)
+                block = self._hit(nbytes, line, assumed, True)
         except BaseException:
             if block is not None:
                 self._queue.append((block, block.generation, None))
             raise
-        if due:  # before a block is taken: whatever fails here loses none
-            with shield:
-                self._seal()
         return block
 
-    def _hit(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
-        """What was freed last, or what lies in the bin; None, and nothing has changed, if it is neither.
+    def _hit(self, nbytes: int, line: Timeline, assumed: bool, locked: bool) -> Block | None:
+        """What was freed last, or what lies in the bin; None if it is neither.
 
+        locked: under the pool's lock, so that what others have freed can be put down first; None if marks are due then.
         Between the first change and the last nothing is called that runs interpreted code or waits: to other threads it
         is one step where it is compiled, and Ctrl-C comes before or after it where it is not.
         """
@@ -112,31 +101,36 @@ class Front:
             return None
         queue = self._queue
         if queue:
-            if len(queue) > 1:
-                return None
             entry: tuple[Block, int, object] = queue[0]
             block, generation, named = entry
-            if block.bin is not bin_ or named is not None or block.generation != generation or line.ended:
+            if (
+                block.bin is bin_
+                and named is None
+                and block.generation == generation
+                and len(queue) == 1
+                and not line.ended
+            ):
+                # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
+                # nobody else sees a stamp, and no seqno is due for it.
+                accounts = self._accounts
+                low = accounts.allocated - size
+                freed = block.requested
+                block.generation = generation + 1
+                block.requested = nbytes
+                bin_.hits += 1
+                accounts.frees += 1
+                accounts.freed_sum += freed
+                accounts.requested_sum += nbytes
+                if low < accounts.low:
+                    accounts.low = low
+                try:
+                    queue.popleft()
+                except BaseException:  # Ctrl-C, just after it: what is queued names a generation that has passed
+                    queue.append((block, generation + 1, None))
+                    raise
+                return block
+            if not locked or self._frees.drain():
                 return None
-            # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time: nobody
-            # else sees a stamp, and no seqno is due for it.
-            accounts = self._accounts
-            low = accounts.allocated - size
-            freed = block.requested
-            block.generation = generation + 1
-            block.requested = nbytes
-            bin_.hits += 1
-            accounts.frees += 1
-            accounts.freed_sum += freed
-            accounts.requested_sum += nbytes
-            if low < accounts.low:
-                accounts.low = low
-            try:
-                queue.popleft()
-            except BaseException:  # Ctrl-C, just after it: what is queued names a generation that has passed
-                queue.append((block, generation + 1, None))
-                raise
-            return block
         blocks = bin_.blocks
         if not blocks:
             return None

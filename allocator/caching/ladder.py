@@ -84,8 +84,7 @@ class Ladder:
         Raises DriverError if the driver fails for another reason than lack of memory.
         """
         return (
-            self._look(request, flush=False)
-            or self._look(request)
+            self._look(request, bins_first=True)
             or self._settle(request)
             or self._grow(request)
             or self._depend(request)
@@ -98,26 +97,38 @@ class Ladder:
 
     # -- 1, 2, 3 --------------------------------------------------------------------------------
 
-    def _look(self, request: Request, *, flush: bool = True, step: str | None = None) -> Block | None:
-        """Steps 1 to 3 under the lock.  flush: empty all bins first, so that what is in them can merge and serve."""
-        line, size, kind = request.line, request.size, request.kind
+    def _look(self, request: Request, *, bins_first: bool = False, step: str | None = None) -> Block | None:
+        """Steps 1 to 3 under the lock, all bins emptied first, so that what is in them can merge and serve.
+
+        bins_first: look once before that, as emptying them costs whoever would have found his own there.
+        """
         shelves, accounts = self._shelves, self._accounts
         with self._lock:
             accounts.mark()
+            self._frees.missed()
             self._frees.drain()
-            if flush:
-                shelves.flush()
-            shelves.refresh()
-            found = shelves.take(line, size, kind, request.assumed)
-            name = "own or idle"
-            if found is None:
-                found, name = shelves.take_covered(line, size, kind, request.assumed), "covered"
+            found: tuple[Block, str, str] | None = None
+            if bins_first:
+                shelves.refresh()
+                found = self._find(request)
+            if found is None and (shelves.flush() or not bins_first):
+                shelves.refresh()
+                found = self._find(request)
+            block: Block | None = None
             if found is not None:
-                block, reuse = found
+                block, reuse, name = found
                 self._hand_out(block, request, reuse)
                 accounts.steps[step or name] += 1
             accounts.mark()
-            return found[0] if found is not None else None
+            return block
+
+    def _find(self, request: Request) -> tuple[Block, str, str] | None:
+        """A block off its shelf, how that counts, and the step.  Under the lock."""
+        line, size, kind, assumed = request.line, request.size, request.kind, request.assumed
+        found, step = self._shelves.take(line, size, kind, assumed), "own or idle"
+        if found is None:
+            found, step = self._shelves.take_covered(line, size, kind, assumed), "covered"
+        return None if found is None else (*found, step)
 
     def _hand_out(self, block: Block, request: Request, reuse: str) -> None:
         """Under the lock."""

@@ -127,7 +127,7 @@ class CachingAllocator:
         self.frees: deque[Any] = self._frees.queue
         """Where allocations queue their frees: one atomic append each."""
         self._uses = None if self.config.uses == "auto" else self.config.uses == "assumed"
-        self.front = Front(self._lock, self._shelves, self._frees, self._accounts, self._uses, self._settling.seal)
+        self.front = Front(self._lock, self._shelves, self._frees, self._accounts, self._uses)
         """The hot path, for integrations that know the stream's timeline already."""
         if self.device.watches:
             self.front.announce = self.device.hand_out
@@ -219,14 +219,11 @@ class CachingAllocator:
             assumed = self._uses
         with self._lock:
             due = self._frees.drain()
-        if due:
+            block = None if due else self._from_bin(nbytes, size, line, assumed)
+        if due:  # before a block is taken: whatever fails here loses none
             self._settling.seal((line, given))
-        with self._lock:
-            sizes = self._shelves.bins[assumed].get(line)
-            bin_ = sizes.by_size.get(size) if sizes is not None else None
-            block = bin_.blocks.pop() if bin_ is not None and bin_.blocks else None
-            if block is not None:
-                self._accounts.hand_out(block, nbytes, "same_stream")
+            with self._lock:
+                block = self._from_bin(nbytes, size, line, assumed)
         if block is None:
             block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
         if self._canary is not None:
@@ -236,6 +233,16 @@ class CachingAllocator:
         self._frees.dropped.clear()  # outside every lock: foreign destructors may run here
         if self._closed:
             self._stay_listed()  # closed by another thread in the meantime
+        return block
+
+    def _from_bin(self, nbytes: int, size: int, line: Timeline, assumed: bool) -> Block | None:
+        """What a hit would have got, had marks not been due, or something to be looked at.  Under the lock."""
+        sizes = self._shelves.bins[assumed].get(line)
+        bin_ = sizes.by_size.get(size) if sizes is not None else None
+        if bin_ is None or not bin_.blocks:
+            return None
+        block = bin_.blocks.pop()
+        self._accounts.hand_out(block, nbytes, "same_stream")
         return block
 
     def _allocate_slowly(self, nbytes: int, stream: object, assumed: bool) -> Allocation:

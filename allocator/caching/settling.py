@@ -89,14 +89,14 @@ class Settling:
         elif waiting.assumed:
             sealing.close_context()
         else:
-            through_legacy = False
-            for line in waiting.unsealed:
-                if not registry.reachable(line):
-                    through_legacy |= line.kind.blocking
-                elif sealing.query(line):
-                    with self._lock:
-                        self._shelves.stamped.discard(line.number)
-            if through_legacy:
+            reachable = [line for line in waiting.unsealed if registry.reachable(line)]
+            idle = sealing.ask(reachable)
+            if idle:
+                with self._lock:
+                    self._shelves.stamped.difference_update(line.number for line in idle)
+            if len(reachable) < len(waiting.unsealed) and any(
+                line.kind.blocking and not registry.reachable(line) for line in waiting.unsealed
+            ):
                 sealing.query(registry.legacy)
         return registry.version != before
 
@@ -136,6 +136,19 @@ class Settling:
             return
         if waiting.assumed:
             sealing.close_context()
+        try:
+            with self._device.scope():  # once, for all of them
+                through_legacy = self._seal_each(waiting, given)
+        except DriverError as error:  # the scope itself: the context is gone
+            registry.failed(error)
+            return
+        if through_legacy and not waiting.assumed:
+            sealing.query(registry.legacy)
+        self.poll(waiting.lines)
+
+    def _seal_each(self, waiting: Waiting, given: tuple[Timeline, int | None] | None) -> bool:
+        """Ask and seal; True if there are streams that only legacy can speak for."""
+        sealing, registry, shelves = self._sealing, self._registry, self._shelves
         through_legacy = False
         for line in waiting.lines if waiting.assumed else waiting.unsealed:
             if waiting.assumed and line.completed >= line.closed:
@@ -146,9 +159,7 @@ class Settling:
             elif (waiting.assumed or not sealing.query(line, handle)) and sealing.seal(line, handle) is None:
                 with self._lock:
                     shelves.stamped.add(line.number)
-        if through_legacy and not waiting.assumed:
-            sealing.query(registry.legacy)
-        self.poll(waiting.lines)
+        return through_legacy
 
     def wait_for_any(self, seconds: float) -> bool | None:
         """Wait on the host, bounded, until any event that free memory waits for is complete (R13).

@@ -77,11 +77,10 @@ class Shelves:
 
     def place(self, block: Block) -> None:
         """Put a free block where it belongs by its stamp, and merge it with its neighbours as R7 allows."""
-        order = self._order
         if block.state == LIVE:
             self.leaves(block)
-        # Asked twice: another thread may learn in between that the work is over.
-        if order.done(block.stamp) or not (left := order.unfinished(block.stamp)):
+        left = self._order.unfinished(block.stamp)
+        if not left.at:
             self.put_idle(block)
             return
         block.state = RETIRED
@@ -169,8 +168,9 @@ class Shelves:
                 del self._watch[number]
 
     def note_bin(self, bin_: Bin) -> None:
-        """A block is about to go into a bin that is not noted.  Twice is harmless, should Ctrl-C part the two steps."""
+        """A block is about to go into a bin that is not noted.  Twice is harmless, should Ctrl-C part the steps."""
         self.filled.append(bin_)
+        bin_.home.noted.append(bin_)
         bin_.filled = True
 
     def flush(self) -> bool:
@@ -179,6 +179,7 @@ class Shelves:
         filled, self.filled = self.filled, []
         for bin_ in filled:
             bin_.filled = False
+            bin_.home.noted.clear()
             ended = ended or bin_.owner.ended
             blocks = bin_.blocks
             while blocks:
@@ -246,7 +247,7 @@ class Shelves:
         self._version = registry.version
         moved = False
         for own in self.own:
-            for number in [n for n, shelf in own.items() if not shelf and n not in registry.lines]:
+            for number in [n for n, shelf in own.items() if n not in registry.lines and not shelf]:
                 del own[number]  # the stream has ended, and nothing of it is in flight
         for number in list(self._watch):
             line = registry.lines.get(number)
@@ -369,7 +370,7 @@ class Shelves:
         sizes = self.bins[assumed].get(line)
         if sizes is not None:
             end = self._small_request + 1 if kind == SMALL else 1 << 62
-            bin_ = sizes.best_fit(size, end if mine is None else min(end, mine.size))
+            bin_ = sizes.best_fit(size, end if mine is None or mine.size > end else mine.size)
             if bin_ is not None:
                 mine = bin_.blocks.pop()
         return None if mine is None else self._serve(mine, line, size)

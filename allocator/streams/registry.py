@@ -22,10 +22,11 @@ from typing import Any, ClassVar, Protocol
 from allocator.devices import LEGACY, PER_THREAD, Capture, Device
 from allocator.errors import DriverError, ForkError, Reentered, StreamCapturing, StreamClosed
 from allocator.events import EventPool
+from allocator.streams.borrowing import Borrowed, unpinned
 from allocator.streams.captures import Capture as GraphCapture
 from allocator.streams.captures import Captures
 from allocator.streams.context import ContextTimeline
-from allocator.streams.identity import OwnedHandle, dies_with, handle_of, is_special, owns_handle
+from allocator.streams.identity import OwnedHandle, dies_with, handle_of, owns_handle
 from allocator.streams.order import Order
 from allocator.streams.timeline import Kind, Sealed, Timeline
 from allocator.sync import make_lock
@@ -245,10 +246,9 @@ class Registry:
             if pool.frees:
                 pool.drain_frees()
 
-    @contextmanager
     def borrow(
         self, line: Timeline, given: int | None = None, *, by_program: bool = False, waits: bool = False
-    ) -> Iterator[int | None]:
+    ) -> Borrowed:
         """A handle of the stream for the length of a `with`; None if there is none to be used (R9).
 
         given: a handle that the caller knows to be alive.  Otherwise it is read anew from the owner, which is
@@ -256,56 +256,23 @@ class Registry:
         capturing has none, except for what the program itself does to it (by_program).  A capture that begins waits
         until the handle is given back (S18), unless the call is one that `waits` on the host.
         """
-        if self.forked:
-            yield None
-            return
-        with self.lock:
-            forbidden = not by_program and self.captures.forbids(line)
-            if not forbidden and not waits:
-                line.pins += 1
-        if forbidden:
-            yield None
-            return
-        try:
-            if given is not None:
-                yield given
-            elif line.kind is Kind.LEGACY:
-                yield LEGACY
-            elif line.kind is Kind.PER_THREAD:
-                token: _ThreadToken | None = getattr(self.local, "per_thread", None)
-                yield PER_THREAD if token is not None and token.line is line else None
-            elif isinstance(owner := line.owner, OwnedHandle):
-                with self.lock:
-                    handle = None if owner.closing else owner.handle
-                    owner.pins += 1
-                try:
-                    yield handle
-                finally:
-                    self._unpin(owner)
-            else:
-                yield _read(owner)
-        finally:
-            if not waits:
-                with self.lock:
-                    line.pins -= 1
+        return Borrowed(self, line, given, by_program, waits)
 
-    def _unpin(self, owner: OwnedHandle) -> None:
-        with self.lock:
-            owner.pins -= 1
-            dead = None
-            if owner.closing and not owner.pins:
-                dead, owner.handle = owner.handle, None
-        if dead is not None and not self.forked and not self.lost:
+    def destroy_handle(self, handle: int) -> None:
+        """`cuStreamDestroy`."""
+        if not self.forked and not self.lost:
             device = self.device
             with suppress(DriverError), device.scope():
-                device.stream_destroy(dead)
+                device.stream_destroy(handle)
 
     def destroy(self, owner: OwnedHandle) -> None:
         """Destroy a stream of ours, as soon as no thread is inside a call with it.  `cuStreamDestroy`."""
         with self.lock:
             owner.closing = True
             owner.pins += 1
-        self._unpin(owner)
+            dead = unpinned(owner)
+        if dead is not None:
+            self.destroy_handle(dead)
 
     def capturing(self, handle: int) -> bool:
         """Is the stream capturing, or not to be asked?  Inside `device.scope()`.  `cuStreamIsCapturing` (R10)."""
@@ -338,7 +305,7 @@ class Registry:
             proves = [line]
             if line.kind is Kind.LEGACY:
                 proves += [other for other in self.seen() if other.kind.blocking]
-            return [(other, other.close_seqno()[0]) for other in proves]
+            return [(other, other.close()) for other in proves]
 
     def mark(self, points: Iterable[tuple[Timeline, int]]) -> None:
         """The work up to these points is over: the driver said so after they had been closed."""
@@ -450,17 +417,6 @@ class Registry:
             for number, line in self.lines.items():
                 assert number == line.number, (number, line)
                 line.check()
-
-
-def _read(owner: object) -> int | None:
-    """The owner's handle, read anew; None for a bare handle, and once the owner has been closed."""
-    if owner is None:
-        return None
-    try:
-        handle = handle_of(owner)
-    except Exception:  # foreign code: whatever it raises, there is no handle to use
-        return None
-    return None if is_special(handle) else handle
 
 
 def _references(line: Timeline) -> int:

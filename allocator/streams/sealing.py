@@ -111,6 +111,18 @@ class Sealing:
         registry.mark(points)
         return True
 
+    def ask(self, lines: Iterable[Timeline]) -> list[Timeline]:
+        """Those of the streams that `query` finds idle; the context is made current once for all of them."""
+        registry = self.registry
+        if registry.lost or registry.forked:
+            return []
+        try:
+            with registry.device.scope():
+                return [line for line in lines if self.query(line)]
+        except DriverError as error:  # the scope itself: the context is gone
+            registry.failed(error)
+            return []
+
     def failed_query(self, line: Timeline, error: DriverError, sealed: Sealed | None = None) -> None:
         """An error is never completion (R11): it voids the event, ends the context, or poisons the timeline."""
         registry = self.registry
@@ -250,15 +262,24 @@ class Sealing:
             return
         with registry.lock:
             seqno = registry.context.close_seqno()  # before the streams' own (R4)
-        idle = self.query(registry.legacy)
-        with registry.lock:
-            lines = [line for line in registry.seen() if not (idle and (line.kind.blocking or line is registry.legacy))]
-        need: dict[int, int] = {}
-        for line in lines:
-            if not context_event and line is not registry.legacy and not line.ended and self.query(line):
-                continue
-            with registry.lock:
-                need[line.number] = line.close_seqno()[0]
+        try:
+            with registry.device.scope():  # once, for all of them
+                idle = self.query(registry.legacy)
+                with registry.lock:
+                    lines = [
+                        line
+                        for line in registry.seen()
+                        if not (idle and (line.kind.blocking or line is registry.legacy))
+                    ]
+                need: dict[int, int] = {}
+                for line in lines:
+                    if not context_event and line is not registry.legacy and not line.ended and self.query(line):
+                        continue
+                    with registry.lock:
+                        need[line.number] = line.close_seqno()[0]
+        except DriverError as error:  # the scope itself: the context is gone
+            registry.failed(error)
+            return
         event = self._record_context(seqno, lines) if context_event else None
         with registry.lock:
             if not registry.context.publish(ContextSeal(seqno, VectorClock(need), event)) and event is not None:

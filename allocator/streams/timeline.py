@@ -136,18 +136,23 @@ class Timeline:
         count as covered.  The clock is read now: later it would credit the mark with orderings that the
         stream only gained afterwards (R4).
         """
+        seqno = self.close()
+        return seqno, self.clock.advanced(self.number, seqno)
+
+    def close(self) -> int:
+        """Close the pending seqno for a question or a host wait, which no stream can wait for: no clock is needed."""
         if self.ended:
-            return self.closed, self.clock.advanced(self.number, self.closed)
+            return self.closed
         seqno = self.pending
         self.pending = seqno + 1
         self.here = VectorClock({self.number: seqno + 1})
         self.here_assumed = None
-        return seqno, self.clock.advanced(self.number, seqno)
+        return seqno
 
     def end(self) -> None:
         """No work will be added any more: every later free gets the newest closed seqno (R2)."""
         if not self.ended:
-            seqno, _ = self.close_seqno()
+            seqno = self.close()
             self.ended = True
             self.here = VectorClock({self.number: seqno})
             self.here_assumed = None

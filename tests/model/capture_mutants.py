@@ -11,7 +11,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.model.mutants import CACHING, MUTANTS, ORDER, POOL, REGISTRY, SEALING, SHELVES, STREAMS, Change, Mutant
+from tests.model.mutants import (
+    BORROWED,
+    CACHING,
+    MUTANTS,
+    ORDER,
+    POOL,
+    REGISTRY,
+    SEALING,
+    SHELVES,
+    STREAMS,
+    Change,
+    Mutant,
+)
 
 CAPTURES = f"{STREAMS}.captures:Captures"
 CAPTURING = f"{CACHING}.capturing:Capturing"
@@ -143,7 +155,7 @@ CAPTURE_MUTANTS: Final = (
     _m(
         "r10_a_stream_about_to_capture_is_asked",
         "scene: a_stream_that_is_about_to_capture",
-        (f"{REGISTRY}.borrow", "forbidden = not by_program and self.captures.forbids(line)", "forbidden = False"),
+        (f"{BORROWED}.__enter__", "not self._by_program and registry.captures.forbids(line)", "False"),
     ),
     _m(
         "r10_a_stream_about_to_join_is_asked",

@@ -93,6 +93,7 @@ GROWTH = f"{CACHING}.growth:Growth"
 POOL = f"{CACHING}.pool:CachingAllocator"
 SEALING = f"{STREAMS}.sealing:Sealing"
 REGISTRY = f"{STREAMS}.registry:Registry"
+BORROWED = f"{STREAMS}.borrowing:Borrowed"
 ORDER = f"{STREAMS}.order:Order"
 TIMELINE = f"{STREAMS}.timeline:Timeline"
 EVENT = f"{STREAMS}.event:Event"
@@ -361,12 +362,12 @@ MUTANTS: Final = (
     _m(
         "r7_what_was_freed_last_goes_to_whoever_asks",
         "bins: alloc 1 0; free 0; alloc 0 0; free 1; alloc 1 0",
-        (f"{FRONT}._hit", "block.bin is not bin_ or named is not None", "named is not None"),
+        (f"{FRONT}._hit", "block.bin is bin_", "True"),
     ),
     _m(
         "r3_what_was_freed_last_goes_back_past_the_stream_that_the_free_names",
         "named: alloc 0 1; wait_stream 1 0; free_on 0 1; alloc 0 1",
-        (f"{FRONT}._hit", "or named is not None or", "or"),
+        (f"{FRONT}._hit", "and named is None", "and True"),
     ),
     _m(
         "r7_a_bin_ignores_the_stamp",
@@ -418,7 +419,7 @@ MUTANTS: Final = (
         "r9_handle_2_sealed_by_another_thread",
         "waits-threads: alloc 1 1; free 0; alloc 2 1",
         (f"{REGISTRY}.reachable", "token is not None and token.line is line", "True"),
-        (f"{REGISTRY}.borrow", "PER_THREAD if token is not None and token.line is line else None", "PER_THREAD"),
+        (f"{BORROWED}.__enter__", "PER_THREAD if token is not None and token.line is line else None", "PER_THREAD"),
     ),
     _m(
         "r9_a_handle_used_after_its_stream_was_destroyed",
@@ -429,8 +430,8 @@ MUTANTS: Final = (
             "if False:",
         ),
         (f"{SEALING}._seal_and_release", "owner = registry.release_owner(line)", "owner = line.owner"),
-        (f"{REGISTRY}._unpin", "dead, owner.handle = owner.handle, None", "dead = owner.handle"),
-        (f"{REGISTRY}.borrow", "None if owner.closing else owner.handle", "owner.handle"),
+        (f"{STREAMS}.borrowing:unpinned", "dead, owner.handle = owner.handle, None", "dead = owner.handle"),
+        (f"{BORROWED}.__enter__", "None if owner.closing else owner.handle", "owner.handle"),
     ),
     _m(
         "r9_an_object_that_goes_ends_its_stream",

@@ -250,7 +250,7 @@ MUTANTS: Final = (
     # -- locking ------------------------------------------------------------------------------------
     _m(
         "lock_an_allocation_looks_for_memory_without_it",
-        "seeds: a_pool_closed_under_its_users",
+        "seeds: four_that_do_everything",
         (f"{LADDER}._look", *LOCKED),
     ),
     _m("lock_a_snapshot_is_taken_without_it", "seeds: four_and_a_capture_and_an_end", (f"{POOL}.snapshot", *LOCKED)),

@@ -141,6 +141,28 @@ def test_r13_sealing_begins_with_the_second_stream(gpu: SimDevice, make: MakePoo
     gpu.resume(a)
 
 
+def test_r13_marks_are_rarer_while_nobody_misses_anything_and_as_usual_once_somebody_does(
+    gpu: SimDevice, make: MakePool
+) -> None:
+    pool = make(uses="declared", seal_frees=4)
+    lanes = Stream(gpu), Stream(gpu)
+    held = [pool.allocate(4096, stream=s) for s in lanes]
+    for a in held:
+        a.close()
+    del held
+
+    def asked(frees: int) -> int:
+        before = gpu.calls["cuStreamQuery"]
+        for i in range(frees):
+            pool.allocate(4096, stream=lanes[i % 2]).close()
+        return gpu.calls["cuStreamQuery"] - before
+
+    asked(200)
+    assert 2 <= asked(64) <= 6  # each stream every 8 * 4 frees
+    pool.allocate(MIB, stream=lanes[0]).close()
+    assert asked(5) >= 2
+
+
 def test_r13_under_pressure_every_drain_seals(gpu: SimDevice, make: MakePool) -> None:
     pool = make(limit=64 * MIB, seal_frees=1000)
     a, b = Stream(gpu), Stream(gpu)
