@@ -77,8 +77,8 @@ class Registry:
         """Streams by the driver's id, which never repeats (R8)."""
         self.version = 0
         """Grows whenever any seqno gets completed: tells a pool to look again."""
-        self.pools: weakref.WeakSet[Drains] = weakref.WeakSet()
-        """The pools that stamp blocks with these timelines."""
+        self.pools: weakref.WeakKeyDictionary[Drains, None] = weakref.WeakKeyDictionary()
+        """The pools that stamp blocks with these timelines, oldest first: in a set their order would be by address."""
         self.lost: str | None = None
         """The sticky error that ended the context (R11)."""
         self.forked = False
@@ -219,7 +219,7 @@ class Registry:
             return line
 
     def all_pools(self) -> list[Drains]:
-        """The pools that stamp blocks with these timelines.  Not under the lock."""
+        """The pools that stamp blocks with these timelines, oldest first.  Not under the lock."""
         with self.lock:
             return list(self.pools)
 
