@@ -127,6 +127,32 @@ def test_ages_of_what_was_in_flight_are_counted_also_if_nobody_reads_them(
     assert sum(pool.stats().in_flight_seconds.values()) >= 2900
 
 
+@pytest.mark.parametrize("how", ["wait_stream", "event", "memory"])
+def test_r5_what_was_learnt_of_streams_that_have_gone_is_forgotten(lab: Lab, gpu: SimDevice, how: str) -> None:
+    """A soak found it: the default stream's clock had an entry for each stream that it had ever waited for, and all
+    that waited for it, and each of their events, got a copy."""
+    pool = lab.pool(gpu, uses="declared", limit=2 * MIB)
+    for_ever, other = Stream.legacy(gpu) if how != "memory" else Stream(gpu), Stream(gpu)
+    most = 0
+    for _ in range(600):
+        brief = Stream(gpu)
+        block = used(pool, brief, 2 * MIB)
+        match how:
+            case "wait_stream":
+                for_ever.wait_stream(brief)
+            case "event":
+                brief.record_event().wait(for_ever)
+        block.close()
+        used(pool, for_ever, 2 * MIB).close()  # where nobody has waited, the pool makes the stream wait
+        other.wait_stream(for_ever)
+        gpu.run_until_idle()
+        brief.close()
+        pool.settle()
+        most = max(most, len(for_ever.line.clock), len(other.line.clock))
+    assert most <= 40
+    pool.check()
+
+
 @pytest.mark.parametrize("streams", [2, 4, 16])
 @pytest.mark.parametrize("seal_frees", [16, 64])
 @pytest.mark.parametrize("uses", ["declared", "assumed"])
