@@ -53,7 +53,7 @@ LONGEST_WAIT = 1.0
 
 MULTIPROCESS = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
 
-_collectors: weakref.WeakSet[AllocatorCollector] = weakref.WeakSet()
+_collectors: weakref.WeakKeyDictionary[AllocatorCollector, None] = weakref.WeakKeyDictionary()
 _forked = False
 """Is this process a child of one that used this module?"""
 
@@ -104,7 +104,7 @@ class AllocatorCollector:
         self._members: list[_Member] = []
         self._next_start = 0.0
         self._took = 0.0
-        _collectors.add(self)
+        _collectors[self] = None
         for pool in pools:
             self.add(pool, per_stream=per_stream)
 

@@ -116,7 +116,7 @@ class Bin:
     They serve that stream only, at once: an exact fit is the best fit.
     """
 
-    __slots__ = ("assumed", "blocks", "filled", "hits", "home", "owner", "size")
+    __slots__ = ("assumed", "blocks", "filled", "hits", "home", "owner", "seen", "size")
 
     def __init__(self, home: Bins, owner: Owner, size: int, assumed: bool) -> None:
         self.blocks: list[Block] = []
@@ -130,6 +130,8 @@ class Bin:
         """Noted as one that may hold blocks, until all bins are emptied."""
         self.hits = 0
         """Allocations served from here."""
+        self.seen = -1
+        """`hits` when bins out of use were last looked for; -1 if it has been in use since in another way."""
 
 
 class Bins:
@@ -152,6 +154,11 @@ class Bins:
         bin_ = self.by_size[size] = Bin(self, owner, size, assumed)
         self._sizes.add(size)
         return bin_
+
+    def close(self, size: int) -> None:
+        """The bin of that size, which is empty, goes."""
+        del self.by_size[size]
+        self._sizes.discard(size)
 
     def best_fit(self, size: int, most: int) -> Bin | None:
         """The bin of the least size from `size` up to less than `most` that has a block.

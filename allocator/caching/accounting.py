@@ -27,6 +27,8 @@ DRIVER_CALLS = {"joined": ("cuMemCreate", "cuMemUnmap"), "apart": ("cuMemAlloc",
 """The slow driver calls that are timed: with virtual memory, and with plain allocations."""
 MOST_STREAMS = 32
 """Streams named one by one in the per-stream figures."""
+MOST_AGES = 256
+"""Of blocks in flight that are kept one by one: a program that never reads its statistics has no end of them."""
 
 Finished = Sequence[tuple[Bin, int]]
 """Bins, and how many of their blocks are known to be finished, from the bottom."""
@@ -100,6 +102,8 @@ class Accounts:
 
     def mark(self) -> None:
         """Reserved or idle bytes are about to change, or have just changed: bring the peaks up to date."""
+        if len(self._shelves.aged) > MOST_AGES:
+            self._count_ages()
         shelves, reserved = self._shelves, self._heap.reserved
         in_flight = reserved - shelves.idle_bytes() - shelves.private_bytes() - self.low
         if shelves.transit:  # new memory, on its way to who asked for it, has never been in flight
@@ -109,6 +113,12 @@ class Accounts:
         if reserved > self.peak_reserved:
             self.peak_reserved = reserved
         self.low = self.allocated
+
+    def _count_ages(self) -> None:
+        """Into the histogram of what was in flight."""
+        for age in self._shelves.aged:
+            self.in_flight_times.add(age / 1e9)
+        self._shelves.aged.clear()
 
     def hand_out(self, block: Block, requested: int, reuse: str) -> None:
         """A block leaves the shelves for a caller."""
@@ -156,9 +166,7 @@ class Accounts:
         unreleased: bytes that the driver has not taken back yet, which count as idle.
         """
         self.mark()
-        for age in self._shelves.aged:
-            self.in_flight_times.add(age / 1e9)
-        self._shelves.aged.clear()
+        self._count_ages()
         idle_shelves = self._shelves.idle
         # What is finished and still lies in a bin counts as idle: moving it is work, and a reading's is bounded.
         graphs = registry.captures.numbers
@@ -170,11 +178,11 @@ class Accounts:
         reserved = self._heap.reserved + unreleased
         largest = max(*(shelf.largest() for shelf in idle_shelves), *(bin_.size for bin_, _ in done))
         releasable = self._releasable(idle_shelves, done, device.granularity) + unreleased
-        hits = self._hits()
+        hits, hit_bytes = self._hits()
         allocations = {reuse: self.served[reuse] for reuse in REUSE_KINDS}
         allocations["same_stream"] += sum(hits.values())
         nbytes = {reuse: self.served_bytes[reuse] for reuse in REUSE_KINDS}
-        nbytes["same_stream"] += sum(size * n for size, n in hits.items())
+        nbytes["same_stream"] += hit_bytes
         live = sum(allocations.values()) - self.frees
         idle_blocks = sum(len(shelf) for shelf in idle_shelves) + done_blocks
         retired_blocks = sum(map(len, self._shelves.retired_shelves())) + self._in_bins() - done_blocks
@@ -247,13 +255,15 @@ class Accounts:
             return sum(segment.size for block in blocks for segment in self._heap.inside(block))
         return sum(block.size for block in blocks if block.prev is None and block.next is None)  # one piece each
 
-    def _hits(self) -> Counter[int]:
-        hits = Counter(self._shelves.past_hits)
+    def _hits(self) -> tuple[Counter[int], int]:
+        """What the bins have served: as `sizes`, and bytes."""
+        hits, nbytes = Counter(self._shelves.past_hits), self._shelves.past_hit_bytes
         for bins in self._shelves.bins:
             for sizes in bins.values():
                 for size, bin_ in sizes.by_size.items():
-                    hits[size] += bin_.hits
-        return hits
+                    hits[(size - 1).bit_length()] += bin_.hits
+                    nbytes += size * bin_.hits
+        return hits, nbytes
 
     def _in_bins(self) -> int:
         return sum(len(b.blocks) for bins in self._shelves.bins for s in bins.values() for b in s.by_size.values())
@@ -262,10 +272,9 @@ class Accounts:
         """Bounds are multiples of 512, so a request and its rounded size fall into the same bucket."""
         bounds = (*REQUEST_BUCKETS, float("inf"))
         counts = [0] * len(bounds)
-        for power, n in self.sizes.items():  # the bounds are powers of two: nothing lies between a size and its own
-            counts[bisect_left(REQUEST_BUCKETS, 1 << power)] += n
-        for size, n in hits.items():
-            counts[bisect_left(REQUEST_BUCKETS, size)] += n
+        for by_power in (self.sizes, hits):
+            for power, n in by_power.items():  # the bounds are powers of two: none lies between a size and its own
+                counts[bisect_left(REQUEST_BUCKETS, 1 << power)] += n
         return Histogram(counts=dict(zip(bounds, counts, strict=True)), sum=self.requested_sum)
 
     def _orphaned(self, registry: Registry) -> int:

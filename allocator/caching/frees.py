@@ -102,7 +102,7 @@ class Frees:
                             self._retire(block, named)
                 else:
                     if not bin_.filled:
-                        self._shelves.note_bin(bin_)
+                        bin_ = block.bin = self._shelves.note_bin(bin_)
                     # Without a call between the first change and the block's being put down.
                     block.stamp = owner.here if not bin_.assumed else self._order.stamp(owner, True)  # type: ignore[arg-type]  # owners are timelines
                     block.generation = generation + 1
@@ -141,6 +141,8 @@ class Frees:
         if bin_ is None or named is not None or bin_.owner.ended:
             self._retire(block, named)
             return
+        if not bin_.filled:
+            bin_ = block.bin = self._shelves.note_bin(bin_)
         owner = bin_.owner
         block.stamp = self._order.stamp(owner, bin_.assumed)  # type: ignore[arg-type]  # owners are timelines
         block.generation += 1
@@ -149,8 +151,6 @@ class Frees:
         accounts.freed_sum += block.requested
         accounts.allocated -= bin_.size
         accounts.low = min(accounts.low, accounts.allocated)
-        if not bin_.filled:
-            self._shelves.note_bin(bin_)
         bin_.blocks.append(block)
         if owner is not self._first:
             self._met(owner)

@@ -57,7 +57,7 @@ from allocator.sync import make_lock, shield, shielded
 
 _log = logging.getLogger("allocator")
 _numbers = itertools.count()
-_pools: weakref.WeakSet[CachingAllocator] = weakref.WeakSet()
+_pools: weakref.WeakKeyDictionary[CachingAllocator, None] = weakref.WeakKeyDictionary()
 AT_SCRAPE = 2048
 """Blocks that one reading of statistics moves out of the bins at most."""
 
@@ -134,8 +134,8 @@ class CachingAllocator:
         self._capturing = Capturing(self._registry, self._heap, self._shelves, self._frees, self._accounts, self._lock)
         self._closed = False
         self._always_careful = self.front.careful = self.config.detect_captures or checked
-        _pools.add(self)
-        self._registry.pools.add(self)
+        _pools[self] = None
+        self._registry.pools[self] = None
         if self._registry.captures.active:
             self.front.careful = True  # made within a capture (S19)
         reap()
@@ -697,7 +697,7 @@ class CachingAllocator:
         if self._closed:
             return
         self._closed = self.front.careful = True
-        _pools.discard(self)
+        _pools.pop(self, None)
         self._stay_listed()
         found: list[CorruptionError] = []
         if self._canary is not None:

@@ -29,11 +29,14 @@ from allocator.config import REUSE_KINDS, Config
 from allocator.events import EMPTY, VectorClock
 from allocator.sizes import QUANTUM
 from allocator.streams import CONTEXT, Kind, Registry, Timeline
+from allocator.sync import shield
 
 TOLD = 8
 """Entries that the stamp of an idle block keeps: nothing of it is unfinished."""
 SCAN = 32
 """Blocks looked at, best fit first, where some of them may turn out not to be takeable."""
+FEW_BINS = 256
+"""Up to so many bins of a pool, none goes for want of use."""
 
 
 class Shelves:
@@ -45,6 +48,10 @@ class Shelves:
         self._order = registry.order
         self.bins: tuple[dict[Owner, Bins], dict[Owner, Bins]] = ({}, {})
         """Bins of declared and of assumed uses, by owner and size."""
+        self._open = 0
+        """How many bins there are."""
+        self._unused_at = FEW_BINS
+        """How many there have to be before those that are out of use are looked for again."""
         self.filled: list[Bin] = []
         """Bins that may hold blocks: all that do are here."""
         self._owners_at = 16
@@ -67,7 +74,8 @@ class Shelves:
         self.crossing = False
         """More than one stream frees memory here."""
         self.past_hits: Counter[int] = Counter()
-        """Allocations by size that bins of ended streams served."""
+        """Allocations that bins which have gone served, by the power of two that the size is rounded up to."""
+        self.past_hit_bytes = 0
         self.live: dict[Owner | None, int] = {}
         """Bytes that were handed out and have not been put down here since, bins included, by owner."""
         self.aged: list[int] = []
@@ -167,11 +175,21 @@ class Shelves:
             if not by_seqno:
                 del self._watch[number]
 
-    def note_bin(self, bin_: Bin) -> None:
-        """A block is about to go into a bin that is not noted.  Twice is harmless, should Ctrl-C part the steps."""
+    def note_bin(self, bin_: Bin) -> Bin:
+        """A block is about to go into a bin that is not noted: which one it has to be, should that one have gone.
+
+        Noted twice is harmless, should Ctrl-C part the last two steps.
+        """
+        sizes = self.bins[bin_.assumed].get(bin_.owner)
+        if sizes is None or sizes.by_size.get(bin_.size) is not bin_:
+            with shield:
+                bin_ = self.bin(bin_.owner, bin_.size, bin_.assumed)
+            if bin_.filled:
+                return bin_
         self.filled.append(bin_)
         bin_.home.noted.append(bin_)
         bin_.filled = True
+        return bin_
 
     def flush(self) -> bool:
         """Empty the bins into the indexes.  True if there was anything there.  O(blocks put in since the last time)."""
@@ -195,9 +213,43 @@ class Shelves:
         """Let the bins of streams that have ended go; later frees of their blocks pass the bins by."""
         for bins in self.bins:
             for line in [line for line, sizes in bins.items() if line.ended and not sizes.any()]:
-                for size, bin_ in bins.pop(line).by_size.items():
-                    self.past_hits[size] += bin_.hits
+                for bin_ in bins.pop(line).by_size.values():
+                    self._gone(bin_)
         self._owners_at = 16 + 2 * (len(self.bins[0]) + len(self.bins[1]))
+
+    def _forget_unused(self) -> None:
+        """Let empty bins go that nobody has used since the last time, so that sizes without end take no memory without
+        end (S13).  A block in use keeps its bin, and `note_bin` finds another when it comes back.
+
+        O(bins), after as many new ones as are in use, and FEW_BINS at least: O(1) for each of them.
+        """
+        filled, self.filled = self.filled, []
+        for bin_ in filled:
+            bin_.home.noted.clear()
+        for bin_ in filled:
+            if bin_.blocks:
+                self.filled.append(bin_)
+                bin_.home.noted.append(bin_)
+            else:
+                bin_.filled = False
+        used = 0
+        for bins in self.bins:
+            for sizes in bins.values():
+                for bin_ in list(sizes.by_size.values()):
+                    if bin_.blocks or bin_.hits != bin_.seen:
+                        if bin_.blocks or bin_.seen >= 0:  # else it may be new, and no more than that
+                            used += 1
+                        bin_.seen = bin_.hits
+                    else:
+                        sizes.close(bin_.size)
+                        self._gone(bin_)
+        self._unused_at = self._open + max(FEW_BINS, used)
+
+    def _gone(self, bin_: Bin) -> None:
+        """What a bin that goes has served still counts."""
+        self._open -= 1
+        self.past_hits[(bin_.size - 1).bit_length()] += bin_.hits
+        self.past_hit_bytes += bin_.hits * bin_.size
 
     def flush_finished(self, most: int) -> None:
         """Move what is finished from the bins to `idle`, at most `most` blocks, oldest first.  O(bins + most)."""
@@ -495,7 +547,13 @@ class Shelves:
         if sizes is None:
             sizes = bins[owner] = Bins()
         found = sizes.by_size.get(size)
-        return found if found is not None else sizes.open(owner, size, assumed)
+        if found is None:
+            if self._open >= self._unused_at:
+                self._forget_unused()
+            self._open += 1
+            return sizes.open(owner, size, assumed)
+        found.seen = -1
+        return found
 
     def gather(self, line: Timeline, size: int, kind: int, assumed: bool) -> Block | None:
         """Neighbours that the stream may all take, joined on purpose into the smallest run that is enough.
@@ -592,11 +650,18 @@ class Shelves:
         }
         for block in itertools.chain.from_iterable(Shelves.retired_shelves(self)):
             assert id(block) in watched, ("not watched", block)
+        noted = {id(bin_) for bins in self.bins for sizes in bins.values() for bin_ in sizes.noted}
+        assert noted >= {id(bin_) for bin_ in self.filled if bin_.blocks}, (
+            "a bin with blocks is not noted by its stream"
+        )
+        opened = 0
         for assumed, bins in enumerate(self.bins):
             for by, sizes in bins.items():
+                opened += len(sizes.by_size)
                 for size, bin_ in sizes.by_size.items():
                     assert bin_.filled or not bin_.blocks, ("a bin is not noted", bin_.owner, size)
                     for block in bin_.blocks:
                         assert block.shelf is None and block.size == size and block.owner is by, block
                         names = {by.number, CONTEXT} if assumed else {by.number}
                         assert set(block.stamp.at) <= names, ("a bin holds its owner's only (R7)", block)
+        assert self._open == opened, ("bins miscounted", self._open, opened)

@@ -118,6 +118,7 @@ class Event:
         with registry.lock:
             if self._record is before:
                 line.learn(before.clock)
+                registry.prune(line)
 
     @shielded
     def query(self) -> bool:

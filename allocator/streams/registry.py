@@ -21,14 +21,14 @@ from typing import Any, ClassVar, Protocol
 
 from allocator.devices import LEGACY, PER_THREAD, Capture, Device
 from allocator.errors import DriverError, ForkError, Reentered, StreamCapturing, StreamClosed
-from allocator.events import EventPool
+from allocator.events import EventPool, VectorClock
 from allocator.streams.borrowing import Borrowed, unpinned
 from allocator.streams.captures import Capture as GraphCapture
 from allocator.streams.captures import Captures
-from allocator.streams.context import ContextTimeline
+from allocator.streams.context import CONTEXT, ContextTimeline
 from allocator.streams.identity import OwnedHandle, dies_with, handle_of, owns_handle
 from allocator.streams.order import Order
-from allocator.streams.timeline import Kind, Sealed, Timeline
+from allocator.streams.timeline import MOST_ENTRIES, Kind, Sealed, Timeline
 from allocator.sync import make_lock
 
 
@@ -78,8 +78,8 @@ class Registry:
         """Streams by the driver's id, which never repeats (R8)."""
         self.version = 0
         """Grows whenever any seqno gets completed: tells a pool to look again."""
-        self.pools: weakref.WeakSet[Drains] = weakref.WeakSet()
-        """The pools that stamp blocks with these timelines."""
+        self.pools: weakref.WeakKeyDictionary[Drains, None] = weakref.WeakKeyDictionary()
+        """The pools that stamp blocks with these timelines, oldest first: in a set their order would be by address."""
         self.lost: str | None = None
         """The sticky error that ended the context (R11)."""
         self.forked = False
@@ -220,7 +220,7 @@ class Registry:
             return line
 
     def all_pools(self) -> list[Drains]:
-        """The pools that stamp blocks with these timelines.  Not under the lock."""
+        """The pools that stamp blocks with these timelines, oldest first.  Not under the lock."""
         with self.lock:
             return list(self.pools)
 
@@ -365,6 +365,19 @@ class Registry:
             return False
         del owner
         return _references(line) <= _ALONE
+
+    def prune(self, line: Timeline) -> None:
+        """Forget what the stream has waited for of streams that have ended and are over (R5).  Under the lock.
+
+        One that lives for ever waits for any number of others, and all that wait for it get to know what it knows.
+        O(entries), when there are twice those that were left the last time.
+        """
+        entries = line.clock.at
+        if len(entries) > line.prune_at:
+            lines = self.lines
+            left = {number: seqno for number, seqno in entries.items() if number == CONTEXT or number in lines}
+            line.clock = VectorClock(left)
+            line.prune_at = MOST_ENTRIES + 2 * len(left)
 
     def seen(self) -> list[Timeline]:
         """Every stream's timeline that may still have unfinished work; none of a graph's.  Under the lock."""

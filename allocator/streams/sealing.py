@@ -340,6 +340,7 @@ class Sealing:
         with registry.lock:
             for one in sealed:
                 line.learn(one.clock)
+            registry.prune(line)
         return True
 
     def synchronize(self, line: Timeline, given: int | None = None) -> None:

@@ -22,8 +22,12 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from typing import Final
 
 from allocator.events import EMPTY, VectorClock
+
+MOST_ENTRIES: Final = 16
+"""Of a stream's clock, and twice those that were left the last time, before it is pruned."""
 
 
 class Kind(enum.Enum):
@@ -88,6 +92,7 @@ class Timeline:
         "pending",
         "pins",
         "poisoned",
+        "prune_at",
         "sealed",
     )
 
@@ -106,6 +111,8 @@ class Timeline:
         self.completed = 0
         self.clock = EMPTY
         """What the stream has waited for.  Its own seqnos are not in it."""
+        self.prune_at = MOST_ENTRIES
+        """Entries of it beyond which those of streams that have gone are looked for."""
         self.here = VectorClock({number: 1})
         """The stamp of a free now, if this stream alone used the block (R3)."""
         self.here_assumed: VectorClock | None = None

@@ -6,6 +6,7 @@ Rules, so that a bad client costs one connection and nobody else's:
   ones keep nobody out; where none is idle, it is told to come back.
 * Headers must be complete within `IDLE_S`, an answer must have been taken within `BUSY_S`.
 * Headers and bodies are small; nothing that this server answers has a body.
+* Whoever says that nothing more will come (`shutdown(SHUT_WR)`) still gets the answers to all that has come.
 
 Websockets are counted by app.py: they leave here when they are one.
 """
@@ -18,7 +19,7 @@ from typing import Any, Final
 
 from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPConnection, HTTPMessageDelegate
-from tornado.ioloop import PeriodicCallback
+from tornado.ioloop import IOLoop, PeriodicCallback
 from tornado.iostream import IOStream
 
 MOST: Final = 128
@@ -50,6 +51,27 @@ class _Connection:
 
     def turn(self, *, busy: bool) -> None:
         self.busy, self.since = busy, time.monotonic()
+
+
+class _HalfOpen(IOStream):
+    """A connection whose other side may have ended its half: that ends this one only where more is needed.
+
+    tornado closes at the end of what comes, also while an answer is being made, and the answer is lost.
+    """
+
+    _ended = False
+
+    def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
+        """As a socket's: 0 at the end, which is told only to who waits for more, and not before he has had a look at
+        all that came until now; meanwhile None, as if more might come."""
+        size = super().read_from_fd(buf)
+        if size != 0 or (self._ended and self.reading()):
+            return size
+        self._ended = True
+        if not self.reading():  # an answer is under way; nor does the event loop look for what will not come
+            events = IOLoop.ERROR | IOLoop.WRITE if self.writing() else IOLoop.ERROR
+            self.io_loop.update_handler(self.fileno(), events)
+        return None
 
 
 class BoundedServer(HTTPServer):
@@ -99,6 +121,7 @@ class BoundedServer(HTTPServer):
                 stream.socket.send(_FULL)
             stream.close()
             return
+        stream = _HalfOpen(stream.socket, max_buffer_size=BUFFER)
         self._open[stream] = _Connection()
         super().handle_stream(stream, address)
 

@@ -223,6 +223,24 @@ def many_frees(d: Desk) -> Operation:
     return operation
 
 
+def a_free_whose_bin_has_gone(d: Desk) -> Operation:
+    """It finds another, and on the way others that nobody uses go."""
+    d.get("x", d.a, KIB)
+    d.get("z", d.b, 2 * KIB)
+    d.drop("z")
+    d.pool.snapshot()
+    shelves = d.pool._shelves
+    for _ in range(2):
+        shelves._forget_unused()
+
+    def operation() -> None:
+        shelves._unused_at = 0
+        d.drop("x")
+        d.get("y", d.a, KIB)
+
+    return operation
+
+
 def a_free_by_a_bare_handle(d: Desk) -> Operation:
     """Sealed at once (R9)."""
     handle = d.a.handle
@@ -349,6 +367,7 @@ SHORT: Final[tuple[Prepare, ...]] = (
     settled_memory,
     a_free,
     a_free_on_a_stream,
+    a_free_whose_bin_has_gone,
     a_free_by_a_bare_handle,
     a_declared_use,
     a_new_stream,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import tracemalloc
 from collections import Counter
 
 import pytest
 
 from allocator import CachingAllocator, OutOfMemoryError, SimDevice, Stream
+from allocator.caching.shelves import FEW_BINS
 from allocator.config import REUSE_KINDS
 from tests.scenarios.lab import KIB, MIB, Lab, in_thread, overlap, read, span, used, write
 
@@ -61,6 +64,93 @@ def test_what_is_counted_by_size_does_not_grow_with_the_number_of_sizes(gpu: Sim
     for bound in counts:
         assert counts[bound] == len([n for n in range(512, 2000 * 512, 512) if before < n <= bound])
         before = int(bound) if bound < float("inf") else before
+
+
+def _bins(pool: CachingAllocator) -> int:
+    return sum(len(sizes.by_size) for bins in pool._shelves.bins for sizes in bins.values())
+
+
+def test_a_hundred_thousand_sizes_on_one_living_stream_take_bounded_memory_of_the_host(
+    gpu: SimDevice, pool: CachingAllocator
+) -> None:
+    """S13: the default stream lives for ever, and a program may ask for a new size each time."""
+    s = Stream.legacy(gpu)
+    kept = [pool.allocate(512 * n, stream=s) for n in range(1, 65)]  # blocks in use keep nothing alive but themselves
+    sizes = [512 * n for n in range(1, 100_001)]
+    random.Random(1).shuffle(sizes)
+    most = 0
+    try:
+        for at, size in enumerate(sizes):
+            pool.allocate(size, stream=s).close()
+            if at % 1000 == 0:
+                most = max(most, _bins(pool))
+            if at == 95_000:  # it takes time
+                tracemalloc.start()
+        grown = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert most <= 2 * FEW_BINS
+    assert grown < 512 * KIB  # up to 512 bins that are new, instead of old ones; 5,000 of them are 1.3 MiB
+    pool.check()
+    assert sum(pool.stats().request_size_bytes.values()) == 100_064
+    kept.clear()
+    pool.check()
+    assert pool.stats().allocated_bytes == 0
+
+
+def test_sizes_in_use_keep_their_bins_among_endless_others(gpu: SimDevice, pool: CachingAllocator) -> None:
+    s = Stream(gpu)
+    usual = range(512, 101 * 512, 512)
+    for other in range(200 * 512, 3200 * 512, 512):
+        for size in usual[:: 1 if other % 10_240 == 0 else 50]:
+            pool.allocate(size, stream=s).close()
+        pool.allocate(other, stream=s).close()
+        assert _bins(pool) <= 2 * (len(usual) + FEW_BINS) + 2 * len([b for b in pool._shelves.filled if b.blocks])
+    bins = pool._shelves.bins[False][s.line].by_size
+    assert all(size in bins for size in usual[::50])
+
+
+def test_ages_of_what_was_in_flight_are_counted_also_if_nobody_reads_them(
+    gpu: SimDevice, pool: CachingAllocator
+) -> None:
+    """Each was kept until the statistics were read."""
+    a, b = Stream(gpu), Stream(gpu)
+    for _ in range(3000):
+        block = used(pool, a, MIB)
+        b.wait_stream(a)
+        block.record_stream(b)
+        block.close()
+        gpu.run_until_idle()
+        a.synchronize()
+        b.synchronize()
+    assert len(pool._shelves.aged) < 600
+    assert sum(pool.stats().in_flight_seconds.values()) >= 2900
+
+
+@pytest.mark.parametrize("how", ["wait_stream", "event", "memory"])
+def test_r5_what_was_learnt_of_streams_that_have_gone_is_forgotten(lab: Lab, gpu: SimDevice, how: str) -> None:
+    """A soak found it: the default stream's clock had an entry for each stream that it had ever waited for, and all
+    that waited for it, and each of their events, got a copy."""
+    pool = lab.pool(gpu, uses="declared", limit=2 * MIB)
+    for_ever, other = Stream.legacy(gpu) if how != "memory" else Stream(gpu), Stream(gpu)
+    most = 0
+    for _ in range(600):
+        brief = Stream(gpu)
+        block = used(pool, brief, 2 * MIB)
+        match how:
+            case "wait_stream":
+                for_ever.wait_stream(brief)
+            case "event":
+                brief.record_event().wait(for_ever)
+        block.close()
+        used(pool, for_ever, 2 * MIB).close()  # where nobody has waited, the pool makes the stream wait
+        other.wait_stream(for_ever)
+        gpu.run_until_idle()
+        brief.close()
+        pool.settle()
+        most = max(most, len(for_ever.line.clock), len(other.line.clock))
+    assert most <= 40
+    pool.check()
 
 
 @pytest.mark.parametrize("streams", [2, 4, 16])

@@ -1,6 +1,7 @@
 """Long searches of thread schedules, and the replay of one.
 
     python -m tests.schedules --switches 3                 every plan of two threads, all programs
+    python -m tests.schedules --switches 3 --part 2/16     the second sixteenth of them: one process a core
     python -m tests.schedules --seeds 100000 --threads 4   random ones of four threads
     python -m tests.schedules hits_on_one_stream --plan '17:1 23:0'    one again, with the places it passed
     python -m tests.schedules --garbage                    the garbage collector at every place
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="PROGRAM", help="default: all that fit")
     parser.add_argument("--threads", type=int, choices=(2, 3, 4), default=2)
     parser.add_argument("--switches", type=int, metavar="N", help="every plan of up to N switches")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="the K-th of N parts of these plans")
     parser.add_argument("--seeds", type=int, metavar="N", help="that many random orders in all")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N")
     parser.add_argument("--garbage", action="store_true", help="the garbage collector at every place")
@@ -80,10 +82,19 @@ def _outcomes(play: Play, options: argparse.Namespace, plays: int) -> Iterator[O
     if options.garbage:
         yield from collect(play)
     if options.switches is not None:
-        yield from explore(play, options.switches)
+        yield from explore(play, options.switches, options.part)
     if options.seeds is not None:
         for seed in range(options.first_seed, options.first_seed + max(1, options.seeds // plays)):
             yield by_seed(play, seed)
+
+
+def _part(text: str) -> tuple[int, int]:
+    """The K-th of N.  ValueError for others."""
+    which, _, of = text.partition("/")
+    part = int(which), int(of)
+    if not 1 <= part[0] <= part[1]:
+        raise ValueError(text)
+    return part
 
 
 def _replay(options: argparse.Namespace) -> int:

@@ -118,6 +118,8 @@ def figures() -> str | None:
     for block in held:
         block.close()
         pool.check()
+    if any(line.ended for bins in pool._shelves.bins for line in bins):
+        wrong.append("bins of streams that have ended")
     pool.close()
     return ", ".join(wrong) or None
 
@@ -229,6 +231,21 @@ def bins_of_a_stream_that_ends() -> str | None:
         return None if pool.reserved_bytes == 0 else "memory is kept for a stream that has ended"
 
 
+def bins_that_nobody_uses() -> str | None:
+    """They go; a block that had one comes back all the same."""
+    gpu = SimDevice()
+    with CachingAllocator(gpu, Config(uses="declared")) as pool:
+        stream = Stream(gpu)
+        blocks = [pool.allocate(KIB, stream=stream) for _ in range(3)]
+        for n in range(3, 2000):
+            pool.allocate(n * 512, stream=stream).close()
+        for block in blocks:
+            block.close()
+        pool.check()
+        bins = sum(len(sizes.by_size) for bins in pool._shelves.bins for sizes in bins.values())
+        return None if bins < 1000 else f"{bins} bins"
+
+
 ACCOUNTS_OF: Final[dict[str, Callable[[], str | None]]] = {
     one.__name__: one
     for one in (
@@ -240,6 +257,7 @@ ACCOUNTS_OF: Final[dict[str, Callable[[], str | None]]] = {
         readings_of_a_long_queue,
         marks_in_time,
         bins_of_a_stream_that_ends,
+        bins_that_nobody_uses,
     )
 }
 
@@ -316,6 +334,11 @@ MUTANTS: Final = (
         (f"{FREES}._met", "self.crossing = self._shelves.crossing = True", "pass"),
     ),
     _m(
+        "drain_puts_memory_into_a_bin_that_has_gone",
+        "account: bins_that_nobody_uses",
+        (f"{FREES}.drain", "bin_ = block.bin = self._shelves.note_bin(bin_)", "self._shelves.note_bin(bin_)"),
+    ),
+    _m(
         "queue_a_pool_that_waits_its_turn_is_dropped",
         "alone: a_closed_pool_reaped_by_two",
         (f"{REAPER}:reap", "            _leaving.append(look)\n            continue", "            continue"),
@@ -379,7 +402,7 @@ MUTANTS: Final = (
     _m(
         "account_what_bins_of_an_ended_stream_served_is_forgotten",
         "account: figures",
-        (f"{SHELVES}._forget_ended", "self.past_hits[size] += bin_.hits", "pass"),
+        (f"{SHELVES}._gone", "self.past_hits[(bin_.size - 1).bit_length()] += bin_.hits", "pass"),
     ),
     _m(
         "account_memory_stays_on_its_way_from_the_driver",

@@ -120,6 +120,18 @@ def test_every_order_is_tried_once_and_the_fewest_switches_come_first() -> None:
     assert [len(plan) for plan in plans] == sorted(len(plan) for plan in plans)
 
 
+def test_the_parts_of_a_search_are_all_of_it_and_share_nothing() -> None:
+    play = BY_NAME["hits_on_one_stream"]
+
+    def plans(part: tuple[int, int]) -> list[tuple[tuple[int, int], ...]]:
+        return [tuple(sorted(outcome.plan.items())) for outcome in explore(play, 2, part)]
+
+    whole = plans((1, 1))
+    parts = [plans((which, 40)) for which in range(1, 41)]  # more than there are first switches
+    assert sorted(plan for part in parts for plan in part) == sorted(whole) and len(set(whole)) == len(whole) > 600
+    assert all([len(plan) for plan in part] == sorted(len(plan) for plan in part) for part in parts)
+
+
 def test_threads_that_wait_for_each_other_are_reported_with_their_stacks() -> None:
     scheduler = Scheduler()
     with scheduler.in_place():
@@ -312,3 +324,15 @@ def test_the_command_knows_its_programs(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         command.main(["no_such_program"])
     assert "no such program: no_such_program" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "one/two", "-1/-1"])
+def test_the_command_refuses_parts_that_are_none(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["hits_on_one_stream", "--switches", "1", "--part", part])
+    assert "--part" in capsys.readouterr().err
+
+
+def test_the_command_plays_a_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["hits_on_one_stream", "--switches", "1", "--part", "1/29"]) == 0
+    assert capsys.readouterr().out.startswith("hits_on_one_stream: 2 orders")

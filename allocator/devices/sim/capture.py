@@ -42,7 +42,7 @@ class Recording:
         self._reach: dict[SimStream, dict[SimStream, int]] = {}  # what each stream is ordered behind
         self._length: dict[SimStream, int] = {}
         self._add(origin)
-        WORLD.recordings.add(self)
+        WORLD.recordings[self] = None
 
     @property
     def active(self) -> bool:
@@ -101,7 +101,7 @@ class Recording:
     def end(self) -> None:
         """The streams are free again."""
         self.ended = True
-        WORLD.recordings.discard(self)
+        WORLD.recordings.pop(self, None)
         for stream in self._steps:
             if stream.recording is self:
                 stream.recording = None

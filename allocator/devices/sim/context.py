@@ -50,7 +50,7 @@ class Context:
         self.before_call: Callable[[str], object] | None = None
         self.violations: list[str] = []
         self.clock = Clock()
-        self.clock.members.add(self)
+        self.clock.members[self] = None
         self.meter = Meter()
         legacy_id = new_id()
         self.oracle = Oracle(legacy_id)

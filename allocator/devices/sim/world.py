@@ -51,7 +51,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0
-        self.members: weakref.WeakSet[Context] = weakref.WeakSet()
+        self.members: weakref.WeakKeyDictionary[Context, None] = weakref.WeakKeyDictionary()
 
     def join(self, other: Clock) -> None:
         """From now on one clock, showing the later time."""
@@ -60,7 +60,7 @@ class Clock:
         self.now = max(self.now, other.now)
         for device in list(other.members):
             device.clock = self
-            self.members.add(device)
+            self.members[device] = None
 
 
 class World:
@@ -75,7 +75,7 @@ class World:
     def __init__(self) -> None:
         self.thread = ThreadState()
         self.devices: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
-        self.recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
+        self.recordings: weakref.WeakKeyDictionary[Recording, None] = weakref.WeakKeyDictionary()
         self.reset_locks()
 
     def reset_locks(self) -> None:

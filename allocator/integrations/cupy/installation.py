@@ -45,7 +45,13 @@ class Installation:
         self.malloc = self.hook.malloc
         """CuPy's allocator: one object for the life of the process."""
         self.face = MemoryPool(self.pool_now, self.malloc)
-        self.watch = Watch(classes, self._device_of, library.captures_are_known, _memory_hooks_are_in_use)
+        self.watch = Watch(
+            classes,
+            self._device_of,
+            lambda: self._device_of(self.hook.current_stream()),
+            library.captures_are_known,
+            _memory_hooks_are_in_use,
+        )
         self.hook.before_any = self.watch.catch_up
 
     # -- on and off --------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ class Watch:
     """Wraps the methods, once for a process.
 
     device_of: the device that a stream belongs to; None if there is no telling.
+    device_now: that of the stream on which memory is asked for now, which need not be CuPy's own current one.
     captures_known: is CuPy the only library here that can capture (R6)?
     """
 
@@ -82,11 +83,13 @@ class Watch:
         self,
         classes: Classes,
         device_of: Callable[[Any], Device | None],
+        device_now: Callable[[], Device | None],
         captures_known: Callable[[], bool],
         on_hook_use: Callable[[], None] = lambda: None,
     ) -> None:
         self._classes = classes
         self._device_of = device_of
+        self._device_now = device_now
         self._captures_known = captures_known
         self._current_stream = classes.current_stream
         self._on_hook_use = on_hook_use
@@ -219,7 +222,7 @@ class Watch:
 
     def _gate_what_is_frozen(self) -> None:
         """`gc.freeze()` hides objects from us, streams perhaps among them: then somebody unknown may use anything."""
-        device = self._device_of(self._current_stream())
+        device = self._device_now()
         if device is not None:
             _log.warning("gc.freeze() hides the streams made before it: call allocator.cupy.install() first")
             Registry.of(device).new_unknown_line()

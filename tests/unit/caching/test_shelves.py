@@ -6,6 +6,7 @@ import pytest
 
 from allocator import CachingAllocator, SimDevice, Stream
 from allocator.blocks import LARGE, Block
+from allocator.caching.shelves import FEW_BINS
 from tests.unit.caching.conftest import MIB, MakePool
 
 
@@ -146,3 +147,78 @@ def test_neighbours_that_one_stream_may_all_have_are_gathered_before_the_pool_gr
     assert (z.ptr, pool.stats().growths) == (x.ptr, 2)
     gpu.launch(a, writes=[z])
     gpu.resume(a)
+
+
+# -- bins that nobody uses ------------------------------------------------------------------------
+
+
+def _many_sizes(pool: CachingAllocator, stream: Stream, first: int, count: int) -> None:
+    for n in range(first, first + count):
+        pool.allocate(512 * n, stream=stream).close()
+
+
+def test_an_empty_bin_goes_when_it_was_not_used_while_others_came(gpu: SimDevice, pool: CachingAllocator) -> None:
+    s = Stream(gpu)
+    _many_sizes(pool, s, 1, FEW_BINS)
+    by_size = pool._shelves.bins[False][s.line].by_size
+    pool.check()
+    assert len(by_size) == FEW_BINS
+    _many_sizes(pool, s, FEW_BINS + 1, 4 * FEW_BINS)
+    pool.check()
+    assert 512 not in by_size and len(by_size) <= 2 * FEW_BINS
+    pool.allocate(512, stream=s).close()
+    assert 512 in by_size
+
+
+def test_r7_a_block_whose_bin_has_gone_comes_back_to_the_bin_that_is_there(
+    gpu: SimDevice, pool: CachingAllocator
+) -> None:
+    s = Stream(gpu)
+    one, two, three = (pool.allocate(512, stream=s) for _ in range(3))
+    _many_sizes(pool, s, 2, 4 * FEW_BINS)
+    by_size = pool._shelves.bins[False][s.line].by_size
+    assert 512 not in by_size
+    one.close()
+    pool.check()
+    bin_ = by_size[512]
+    assert [block.ptr for block in bin_.blocks] == [one.ptr]
+    two.close()
+    three.close(s)  # one that names its stream passes the bins by
+    pool.check()
+    assert [block.ptr for block in bin_.blocks] == [one.ptr, two.ptr]
+    again = pool.allocate(512, stream=s)
+    assert again.ptr == two.ptr and pool.stats().allocated_bytes == 512
+    again.close()
+    pool.allocate(512, stream=s).close()
+    pool.check()
+
+
+def test_a_bin_with_blocks_in_it_stays(gpu: SimDevice, pool: CachingAllocator) -> None:
+    s = Stream(gpu)
+    _many_sizes(pool, s, 1, FEW_BINS)
+    held = [pool.allocate(512 * n, stream=s) for n in range(1, 3 * FEW_BINS)]
+    for block in held:
+        block.close()
+    shelves = pool._shelves
+    with pool._lock:
+        pool._frees.drain()
+    full = {bin_.size for bin_ in shelves.filled if bin_.blocks}
+    assert len(full) == 3 * FEW_BINS - 1
+    shelves._forget_unused()
+    shelves._forget_unused()
+    pool.check()
+    assert full == set(shelves.bins[False][s.line].by_size)
+
+
+def test_what_bins_that_have_gone_served_still_counts(gpu: SimDevice, pool: CachingAllocator) -> None:
+    s = Stream(gpu)
+    for _ in range(11):
+        pool.allocate(1024, stream=s).close()
+    before = pool.stats()
+    _many_sizes(pool, s, 10, 6 * FEW_BINS)
+    assert 1024 not in pool._shelves.bins[False][s.line].by_size
+    after = pool.stats()
+    assert sum(after.allocations.values()) == sum(before.allocations.values()) + 6 * FEW_BINS
+    asked = sum(512 * n for n in range(10, 10 + 6 * FEW_BINS))
+    assert sum(after.allocation_bytes.values()) == sum(before.allocation_bytes.values()) + asked
+    assert after.request_size_bytes[2048] == before.request_size_bytes[2048] == 11

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
+import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -89,6 +91,66 @@ def test_two_requests_on_one_connection_are_both_answered(server: Server) -> Non
     with dial(server) as client:
         client.sendall(GET + GET[:-2] + b"Connection: close\r\n\r\n")
         assert read_all(client).count(b"HTTP/1.1 200") == 2
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/metrics", "/snapshot", "/", "/nothing", "/static/js/bokeh.min.js"])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_who_says_that_nothing_more_will_come_is_answered(server: Server, path: str, version: str) -> None:
+    with dial(server) as client:
+        client.sendall(f"GET {path} HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
+        client.shutdown(socket.SHUT_WR)
+        answer = read_all(client)  # and then the server's half ends as well
+    status = 404 if path == "/nothing" else 200
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"Content-Length: (\d+)", head)
+    assert length is None or int(length[1]) == len(body) > 0
+
+
+def test_all_that_came_before_the_end_is_answered_in_pieces_too(server: Server) -> None:
+    with dial(server) as client:
+        for piece in (GET[:30], GET[30:] + GET + GET[:10], GET[10:]):
+            client.sendall(piece)
+            time.sleep(0.02)  # so that they come in several
+        client.shutdown(socket.SHUT_WR)
+        assert read_all(client).count(b"HTTP/1.1 200") == 3
+
+
+@pytest.mark.parametrize("sent", [b"", GET[:20], GET + GET[:20], GET[:-2] + b"Content-Length: 9\r\n\r\nhalf"])
+def test_what_is_cut_off_by_the_end_is_not_waited_for(server: Server, sent: bytes) -> None:
+    with dial(server) as client:
+        client.settimeout(10)  # far from IDLE_S
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        assert read_all(client).count(b"HTTP/1.1 200") == (sent[: len(GET)] == GET)
+    assert well(server)
+
+
+def test_an_answer_that_takes_long_keeps_the_server_idle_after_the_end(
+    start: Start, pool: CachingAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of what comes is seen once, not again at every turn of the event loop."""
+    server = start(pool)
+    hung, go_on = hang(pool, monkeypatch)
+    ends: list[int | None] = []
+    original = connections._HalfOpen.read_from_fd
+
+    def read(stream: connections._HalfOpen, buf: bytearray) -> int | None:
+        ends.append(original(stream, buf))
+        return ends[-1]
+
+    monkeypatch.setattr(connections._HalfOpen, "read_from_fd", read)
+    try:
+        with dial(server) as client:
+            client.sendall(GET.replace(b"healthz", b"metrics"))
+            assert hung.wait(30)
+            client.shutdown(socket.SHUT_WR)
+            time.sleep(0.2)
+            assert len(ends) < 6
+            go_on.set()
+            assert read_all(client).startswith(b"HTTP/1.1 200")
+    finally:
+        go_on.set()
 
 
 def test_who_sends_his_headers_too_slowly_is_cut_off(

@@ -11,11 +11,12 @@ from typing import Any
 import cupy
 import pytest
 
-from allocator import CachingAllocator, SimDevice, Stream
+from allocator import CachingAllocator, Config, SimDevice, Stream
 from allocator.errors import Reentered
 from allocator.integrations.cupy import library as real
 from allocator.integrations.cupy.installation import Installation
 from allocator.integrations.cupy.lease import HOOKS
+from allocator.integrations.cupy.watch import Classes
 from allocator.streams import Registry
 from tests.unit.integrations.cupy.conftest import Start
 from tests.unit.integrations.cupy.fakes import FakeCupy, array, span
@@ -199,6 +200,26 @@ def test_r3_a_freeze_before_there_were_streams_hides_none(
     with library.Stream(non_blocking=True):
         assert span(array(2 * MIB))[0] == where  # nobody unknown keeps it
     assert pool.stats().allocations["new_memory"] == 1
+
+
+def test_a_freeze_asks_who_names_the_streams_and_not_cupy_which_may_have_no_driver(
+    library: FakeCupy, gpu: SimDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_driver() -> object:
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    installation = Installation(Classes(library.BaseStream, library.Event, no_driver))
+    lines = Registry.of(gpu).lines
+    with CachingAllocator(gpu, config=Config()) as pool:
+        gc.freeze()
+        try:
+            with caplog.at_level(logging.WARNING, "allocator"):
+                installation.install(pool, current_stream=library.current)
+        finally:
+            gc.unfreeze()
+            installation.uninstall()
+    assert "gc.freeze()" in caplog.text
+    assert "unknown" in [line.name for line in lines.values()]
 
 
 def test_r3_streams_that_a_freeze_hides_gate_everything(
