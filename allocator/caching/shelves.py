@@ -651,9 +651,7 @@ class Shelves:
         for block in itertools.chain.from_iterable(Shelves.retired_shelves(self)):
             assert id(block) in watched, ("not watched", block)
         noted = {id(bin_) for bins in self.bins for sizes in bins.values() for bin_ in sizes.noted}
-        assert noted >= {id(bin_) for bin_ in self.filled if bin_.blocks}, (
-            "a bin with blocks is not noted by its stream"
-        )
+        assert noted >= {id(bin_) for bin_ in self.filled if bin_.blocks}, "its stream has not noted a bin with blocks"
         opened = 0
         for assumed, bins in enumerate(self.bins):
             for by, sizes in bins.items():
