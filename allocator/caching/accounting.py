@@ -100,6 +100,11 @@ class Accounts:
         """Bytes that the callers of live blocks asked for."""
         return self.requested_sum - self.freed_sum
 
+    @property
+    def reserved(self) -> int:
+        """Bytes taken from the driver."""
+        return self._heap.reserved
+
     def mark(self) -> None:
         """Reserved or idle bytes are about to change, or have just changed: bring the peaks up to date."""
         if len(self._shelves.aged) > MOST_AGES:

@@ -25,6 +25,7 @@ from allocator.collector import COLLECTOR
 from allocator.config import Config
 from allocator.events import VectorClock
 from allocator.resource import Holder
+from allocator.sizes import MIB
 from allocator.streams import CONTEXT, Registry, Timeline
 from allocator.sync import FreeQueue, shield
 
@@ -33,6 +34,9 @@ FEW_STREAMS: Final = 8
 FREES_PER_STREAM: Final = 8
 """Frees for each stream beyond those before all are sealed again, so that the cost of a free does not grow with them.
 Who would have to grow seals at once, whatever the count (R13)."""
+SHARE: Final = 8
+"""That part of what is reserved, freed since the streams were last sealed, is worth a mark when the host has waited."""
+LEAST_SHARE: Final = 16 * MIB
 RESTING: Final = 8
 """So many times the frees, at most, while every allocation finds its stream's own memory: nobody asks for others'."""
 
@@ -163,6 +167,12 @@ class Frees:
             return False
         freed_bytes = accounts.freed_sum - self._freed_then
         return frees >= self._seal_at or freed_bytes >= self._seal_bytes or self.pressed()
+
+    @property
+    def heavy(self) -> bool:
+        """Do the bytes freed since the streams were last sealed matter, next to what is reserved?"""
+        freed = self._accounts.freed_sum - self._freed_then
+        return self.crossing and freed >= max(self._accounts.reserved // SHARE, LEAST_SHARE)
 
     @property
     def unsealed(self) -> bool:

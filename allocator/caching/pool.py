@@ -452,6 +452,20 @@ class CachingAllocator:
         self.front.careful = True
 
     @shielded
+    def host_waited(self) -> None:
+        """The program has waited for a stream: a good moment to find out about the others.
+
+        Memory with users that are only assumed waits for all streams (R3), and the one that asks for it will soon be
+        busy again.  Driver calls: those of sealing, once much has been freed since the last time (R13).
+        """
+        if self._closed or not self._frees.heavy:
+            return
+        with self._lock:
+            waits = self._shelves.context_waits
+        if waits:
+            self._settling.seal()
+
+    @shielded
     def capture_begins(self, capture: Capture) -> None:
         """A hook reports a capture: it may use whatever is live (R10)."""
         self.front.careful = True  # before the bins are emptied: later hits must see it

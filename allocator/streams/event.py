@@ -139,6 +139,7 @@ class Event:
         with self._registry.calls():
             self._device.event_synchronize(self._event)
         self._over(before)
+        self._registry.host_waited()
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this event's record to that of `end`.  Both with `timing=True`, else ValueError."""

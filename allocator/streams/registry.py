@@ -43,6 +43,9 @@ class Drains(Protocol):
     def look_out(self) -> None:
         """Something has to be looked at before the next allocation."""
 
+    def host_waited(self) -> None:
+        """The program has waited for a stream."""
+
     def capture_begins(self, capture: GraphCapture) -> None:
         """Whatever is live may be used by the capture."""
 
@@ -313,6 +316,11 @@ class Registry:
             for line, seqno in points:
                 self.complete(line, seqno)
             self.advance_context()
+
+    def host_waited(self) -> None:
+        """The program has waited for a stream: the time to find out about the others.  Not under the lock."""
+        for pool in self.all_pools():
+            pool.host_waited()
 
     def advance_context(self) -> None:
         """See which context seqnos are complete now.  Under the lock."""

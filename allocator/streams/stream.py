@@ -184,6 +184,7 @@ class Stream:
         self.registry.check_usable()
         self.registry.before_mark()
         Sealing(self.registry).synchronize(self._require(), self.bare)
+        self.registry.host_waited()
 
     @shielded
     def query(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 
 from allocator import CachingAllocator, Config, Event, SimDevice, Stream
@@ -374,3 +377,58 @@ def test_s33_a_bare_handle_seen_once_does_not_gate_for_ever_where_a_context_even
     a.synchronize()
     pool.settle()
     assert pool.stats().in_flight_bytes == 0
+
+
+# -- what a program's own waits are good for ------------------------------------------------------------
+
+
+def _rounds(gpu: SimDevice, pool: CachingAllocator, wait: Callable[[Stream], object]) -> float:
+    """Products of all sizes on four streams in turn, each waited for; what was reserved, over what was live at most."""
+    draw = random.Random(1)
+    streams = [Stream(gpu) for _ in range(4)]
+    for i in range(400):
+        stream, size = streams[i % 4], draw.randrange(1, 84) * MIB
+        factor = used(pool, stream, size)  # a kernel writes it
+        product = pool.allocate(size, stream=stream)  # while the stream still works on the factor
+        gpu.launch(stream, 1_000_000, reads=[factor], writes=[product])
+        factor.close()
+        product.close()
+        wait(stream)
+    stats = pool.stats()
+    return stats.peak_reserved_bytes / stats.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("context_events", [None, True, False])
+@pytest.mark.parametrize("uses", ["declared", "assumed"])
+@pytest.mark.parametrize("by", ["stream", "event"])
+def test_r3_streams_that_the_program_waits_for_share_their_memory(
+    lab: Lab, by: str, uses: str, context_events: bool | None
+) -> None:
+    """Nobody waits when the request comes for which memory is missing: its own stream is busy by then."""
+    gpu = lab.gpu(memory=4 << 30)
+    pool = lab.pool(gpu, uses=uses, context_events=context_events)
+
+    def wait(stream: Stream) -> None:
+        if by == "stream":
+            stream.synchronize()
+        else:
+            stream.record_event().synchronize()
+
+    assert _rounds(gpu, pool, wait) <= 1.25
+
+
+def test_r13_a_wait_after_little_has_been_freed_marks_nothing(lab: Lab, gpu: SimDevice) -> None:
+    pool = lab.pool(gpu, uses="assumed")
+    a, b = Stream(gpu), Stream(gpu)
+    for stream in (a, b):
+        used(pool, stream, MIB).close()
+    before = dict(gpu.calls)
+    a.synchronize()
+    made = {call: n - before.get(call, 0) for call, n in gpu.calls.items() if n != before.get(call, 0)}
+    assert set(made) <= {
+        "cuStreamIsCapturing",
+        "cuStreamSynchronize",
+        "cuCtxPushCurrent",
+        "cuCtxPopCurrent",
+        "cuThreadExchangeStreamCaptureMode",
+    }, made

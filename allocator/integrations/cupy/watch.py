@@ -379,6 +379,8 @@ class Watch:
             return original(stream)
         result = original(stream)
         registry.mark(points)
+        with contextlib.suppress(Reentered):
+            registry.host_waited()
         return result
 
     def _event_synchronize(self, original: Callable[..., Any], event: Any) -> Any:
@@ -387,6 +389,7 @@ class Watch:
         if self.learning and isinstance(note, Beside) and note.sealed is not None and not note.sealed.done:
             with contextlib.suppress(Reentered):
                 Sealing(note.registry).poll([note.line])  # the program's event proves nothing: ours is asked (R5)
+                note.registry.host_waited()
         return result
 
     # -- captures ----------------------------------------------------------------------------------
