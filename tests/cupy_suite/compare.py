@@ -23,7 +23,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PARTS = (
     "core_tests",
-    "cuda_tests/test_memory.py",
     "cuda_tests/test_stream.py",
     "cuda_tests/test_graph.py",
     "cuda_tests/test_pinned_memory.py",
@@ -35,6 +34,10 @@ PARTS = (
     "sorting_tests",
     "indexing_tests",
 )
+
+
+# Apart, and with one job: some of them want most of the GPU for themselves.
+MEMORY = ("cuda_tests/test_memory.py",)
 
 
 def unpack(archive: Path, folder: Path) -> Path:
@@ -96,11 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("archive", type=Path, help="CuPy's source distribution, cupy-14.2.0.tar.gz")
     parser.add_argument("parts", nargs="*", default=list(PARTS), help="below tests/cupy_tests; default: many")
+    parser.add_argument("--memory", action="store_true", help="the tests of CuPy's pools, and nothing beside them")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--modes", default="allocator,pools", help="ways to use Weir (default: both)")
     parser.add_argument("--reports", type=Path, help="keep reports and logs in this folder")
     options = parser.parse_args(argv)
     modes = options.modes.split(",")
+    if options.memory:
+        options.parts, options.jobs = list(MEMORY), 1
     if not options.archive.exists():
         parser.error(f"{options.archive}: no such file; README.md says how to get it")
     if unknown := set(modes) - {"allocator", "pools"}:

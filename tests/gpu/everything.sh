@@ -52,8 +52,7 @@ for name; do
         echo "== cupy: left out; set CUPY_SDIST to CuPy's source archive"
         continue
       fi
-      part cupy-suite-pools "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" cuda_tests/test_memory.py \
-        cuda_tests/memory_hooks_tests --modes pools --reports "$out/suite-pools" --jobs "${JOBS:-8}"
+      part cupy-suite-memory "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" --memory --reports "$out/suite-memory"
       part cupy-suite "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" --modes allocator \
         --reports "$out/suite" --jobs "${JOBS:-8}"
       ;;

@@ -39,7 +39,7 @@ def test_r8_a_stream_handle_is_used_again_and_its_id_is_not(rig: Rig) -> None:
 def test_r8_a_stream_destroyed_with_work_queued_gives_its_handle_to_the_next(rig: Rig) -> None:
     """And an event recorded before the destroy stays valid and completes with the work."""
     recycled = 0
-    for _ in range(5):
+    for _ in range(50):  # which address the host's allocator gives next depends on whatever else it has done
         old = rig.non_blocking()
         old_id = rig.gpu.stream_id(old)
         latch = rig.hold(old)
@@ -52,6 +52,8 @@ def test_r8_a_stream_destroyed_with_work_queued_gives_its_handle_to_the_next(rig
         latch.release()
         assert rig.finishes(event)
         rig.destroy(new)
+        if recycled:
+            break
     assert recycled > 0
 
 
