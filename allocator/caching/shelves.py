@@ -109,8 +109,7 @@ class Shelves:
     def put_idle(self, block: Block) -> None:
         """All its work is over: any stream may have it."""
         block.state = IDLE
-        if len(block.stamp.at) > TOLD:  # of many parts; all that the stamp is for now is to name the kind of a reuse
-            block.stamp = VectorClock(dict(islice(block.stamp.at.items(), TOLD)))
+        block.stamp = _told(block.stamp)
         if block.since:
             self.aged.append(self._registry.device.clock_ns() - block.since)
             block.since = 0
@@ -123,6 +122,7 @@ class Shelves:
         if other is not None and other.shelf is shelf:
             shelf.remove(other)
             block = self._heap.merge(block, other)
+        block.stamp = _told(block.stamp)  # or it grows with every neighbour that has been another stream's
         shelf.add(block)
 
     @staticmethod
@@ -634,6 +634,7 @@ class Shelves:
                 assert all(block.kind == kind for block in shelf)
             for block in self.idle[kind]:
                 assert block.state == IDLE and registry.order.done(block.stamp), block
+                assert len(block.stamp.at) <= TOLD, block
                 assert block.next is None or block.next.shelf is not self.idle[kind], ("not merged", block)
             for number, shelf in self.own[kind].items():
                 for block in shelf:
@@ -663,3 +664,8 @@ class Shelves:
                         names = {by.number, CONTEXT} if assumed else {by.number}
                         assert set(block.stamp.at) <= names, ("a bin holds its owner's only (R7)", block)
         assert self._open == opened, ("bins miscounted", self._open, opened)
+
+
+def _told(stamp: VectorClock) -> VectorClock:
+    """What an idle block keeps of its stamp: nothing of it is unfinished, so that it only names the kind of a reuse."""
+    return stamp if len(stamp.at) <= TOLD else VectorClock(dict(islice(stamp.at.items(), TOLD)))

@@ -222,3 +222,16 @@ def test_what_bins_that_have_gone_served_still_counts(gpu: SimDevice, pool: Cach
     asked = sum(512 * n for n in range(10, 10 + 6 * FEW_BINS))
     assert sum(after.allocation_bytes.values()) == sum(before.allocation_bytes.values()) + asked
     assert after.request_size_bytes[2048] == before.request_size_bytes[2048] == 11
+
+
+def test_what_merges_when_all_is_over_does_not_carry_every_streams_name(gpu: SimDevice, pool: CachingAllocator) -> None:
+    """Or each of a thousand neighbours would cost what the thousand before it have left behind."""
+    streams = [Stream(gpu) for _ in range(60)]
+    held = [pool.allocate(4096, stream=stream) for stream in streams]
+    for stream, block in zip(streams, held, strict=True):
+        gpu.launch(stream, writes=[block])
+    held.clear()
+    gpu.run_until_idle()
+    pool.trim(keep=1 << 40)  # asks, and gives nothing back
+    pool.check()
+    assert pool._heap.merges >= len(streams) // 2
