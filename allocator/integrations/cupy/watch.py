@@ -96,6 +96,9 @@ class Watch:
         self.learning = True
         self._originals: list[tuple[Any, str, Any]] = []
         self._unknown: list[tuple[weakref.ref[Any], Registry, Timeline]] = []
+        self._by_device: dict[int, dict[int, Timeline]] = {}
+        self._owners: tuple[dict[int, Timeline], ...] = ()
+        """By `id`, the streams of each device that have been seen."""
         self._late: deque[weakref.ref[Any]] = deque()
         """Streams that a finaliser inside our own locked section made or used: seen at the next call."""
         self._immortal: list[GraphToken] = []
@@ -114,8 +117,8 @@ class Watch:
             return
         stream, event = self._classes.stream, self._classes.event
         self._wrap(stream, "__init__", self._after_init)
-        self._wrap(stream, "__enter__", self._after_use)
-        self._wrap(stream, "use", self._after_use)
+        self._wrap_use(stream, "__enter__")
+        self._wrap_use(stream, "use")
         self._wrap(stream, "record", self._stream_record)
         self._wrap(stream, "wait_event", self._wait_event)
         self._wrap(stream, "synchronize", self._stream_synchronize)
@@ -166,6 +169,25 @@ class Watch:
         setattr(owner, name, wrapper)
         self._originals.append((owner, name, own))
 
+    def _wrap_use(self, owner: Any, name: str) -> None:
+        """As `_wrap`, for what programs do all the time: a stream that has been seen costs a look, and no more."""
+        original = getattr(owner, name)
+        own = vars(owner).get(name)
+
+        @functools.wraps(original)
+        def wrapper(stream: Any) -> Any:
+            result = original(stream)
+            if not (self._late or self._unknown):
+                for owners in self._owners:
+                    line = owners.get(id(stream))
+                    if line is not None and line.owner is stream and not line.ended:
+                        return result
+            self._used(stream)
+            return result
+
+        setattr(owner, name, wrapper)
+        self._originals.append((owner, name, own))
+
     def _wrap_interface(self, array: Any) -> None:
         """`__cuda_array_interface__` is an attribute, not a method: a property in front of it."""
         name = "__cuda_array_interface__"
@@ -197,6 +219,7 @@ class Watch:
             if line is None or line.owner is not stream or line.ended:
                 if registry.captures.all_known is not self._captures_known:
                     registry.captures.all_known = self._captures_known
+                self._note_owners(device.ordinal, registry.owners)
                 line = registry.resolve(stream)
         except Reentered:
             self._late.append(weakref.ref(stream))
@@ -209,6 +232,12 @@ class Watch:
         if self._unknown:
             self._identify(stream, registry, line)
         return registry, line
+
+    def _note_owners(self, ordinal: int, owners: dict[int, Timeline]) -> None:
+        """Where streams of this device are found that have been seen.  A new tuple: other threads read the old one."""
+        if self._by_device.get(ordinal) is not owners:
+            self._by_device[ordinal] = owners
+            self._owners = tuple(self._by_device.values())
 
     def catch_up(self) -> None:
         """See what could not be seen when it was made, from inside our own locked section.  Before memory may move."""
@@ -249,12 +278,10 @@ class Watch:
                 Sealing(seen[0]).end_finished()  # a program that makes streams for ever lets go of as many
         return result
 
-    def _after_use(self, original: Callable[..., Any], stream: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(stream, *args, **kwargs)
+    def _used(self, stream: Any) -> None:
         seen = self.see(stream)
         if seen is not None:
             self._ask_borrowed(*seen, stream)
-        return result
 
     @staticmethod
     def _ask_borrowed(registry: Registry, line: Timeline, stream: Any) -> None:

@@ -737,3 +737,23 @@ def test_a_graph_whose_end_cannot_be_learnt_keeps_its_memory_for_ever(
 
 def test_arrays_are_cupys(pool: CachingAllocator) -> None:
     assert isinstance(array(512), cupy.ndarray)
+
+
+def test_a_stream_that_has_been_seen_is_not_looked_up_again_when_it_becomes_current(
+    pool: CachingAllocator, library: FakeCupy, installation: Installation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, handles = library.Stream(non_blocking=True), library.ExternalStream
+    looked_up: list[Any] = []
+    see = installation.watch.see
+    monkeypatch.setattr(installation.watch, "see", lambda stream: looked_up.append(stream) or see(stream))
+    with old:
+        pass
+    old.use()
+    assert looked_up == []
+    new = library.Stream(non_blocking=True)
+    borrowed = handles(new.ptr, -1)  # owns nothing: it is asked each time (R9)
+    for stream in (borrowed, library.ptds, borrowed):
+        with stream:
+            pass
+    assert looked_up == [new, borrowed, borrowed, library.ptds, borrowed]
+    library.stack()[:] = [library.null]
