@@ -191,7 +191,7 @@ class Accounts:
         live = sum(allocations.values()) - self.frees
         idle_blocks = sum(len(shelf) for shelf in idle_shelves) + done_blocks
         retired_blocks = sum(map(len, self._shelves.retired_shelves())) + self._in_bins() - done_blocks
-        with registry.lock:
+        with registry.lock.checked():
             lines = registry.seen()
         in_flight = reserved - self.allocated - idle - private
         totals = (self.allocated, in_flight, idle)
@@ -284,7 +284,7 @@ class Accounts:
 
     def _orphaned(self, registry: Registry) -> int:
         """Bytes in flight behind a stream with unsealed work and no handle to seal it by (R9)."""
-        with registry.lock:
+        with registry.lock.checked():
             orphans = {line.number: line.sealed for line in registry.seen() if registry.orphaned(line)}
         if not orphans:
             return 0

@@ -331,7 +331,7 @@ class Shelves:
         """
         registry = self._registry
         if self.context_waits:
-            with registry.lock:
+            with registry.lock.checked():
                 return registry.seen()
         lines = registry.lines
         numbers = self._watch.keys() | self.stamped

@@ -64,6 +64,7 @@ def test_an_interrupt_in_the_middle_of_any_call_loses_nothing(prepare: Prepare, 
         strike(prepare, SETTINGS[settings], first=first, step=EVERY, driver=driver)
 
 
+@pytest.mark.source  # compiled code is one place
 def test_long_calls_have_many_places() -> None:
     for prepare in LONG:
         assert interrupted(prepare(Desk()), 60) is not None, prepare.__name__

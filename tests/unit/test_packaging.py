@@ -237,3 +237,13 @@ def test_make_runs_every_folder_of_tests() -> None:
     named = set(re.findall(r"tests/(\w+)", (ROOT / "Makefile").read_text()))
     folders = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
     assert folders <= named, "a folder of tests that make does not run"
+
+
+def test_compiled_modules_enter_locks_in_the_way_that_holds_for_every_kind() -> None:
+    """Compiled code looks for `__exit__` in the type, where the lock of locust runs and of tests has none."""
+    modules = re.findall(r'"(allocator/[^"]+[.]py)"', (ROOT / "setup.py").read_text())
+    assert len(modules) > 10
+    for module in modules:
+        for number, line in enumerate((ROOT / module).read_text().splitlines(), 1):
+            plain = re.search(r"^\s*with .*lock\b(?![.]checked)", line)
+            assert plain is None, f"{module}:{number}: with ...lock.checked()"

@@ -249,6 +249,7 @@ def test_a_run_goes_on_where_nobody_reads_its_progress(weir: Any, monkeypatch: p
     assert status == 0 and out.rstrip().endswith("every check passed")
 
 
+@pytest.mark.source  # what it breaks cannot be replaced where it is compiled
 def test_a_violation_is_kept_and_returned_where_nobody_reads_the_table(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
