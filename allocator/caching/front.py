@@ -61,6 +61,24 @@ class Front:
         self.announce: Any = None
         """What a device that watches is told of each hand-out: (ptr, size, whoever holds it); None for none."""
 
+    def allocate(self, make: Any, pool: object, nbytes: int, line: Timeline, stream: object, assumed: bool) -> Any:
+        """What `make` makes of the block that `acquire` finds; None if it finds none.
+
+        Here, and not with the caller: what compiled code returns is lost if Ctrl-C comes before it has a name, and an
+        allocation that is lost gives its block back.
+        """
+        block = self.acquire(nbytes, line, assumed)
+        if block is None:
+            return None
+        try:
+            allocation = make(pool, block, nbytes, stream)
+            if self.announce is not None:
+                self.announce(block.ptr, block.size, allocation)
+        except BaseException:  # nobody holds it; should it have been queued already, once counts
+            self._queue.append((block, block.generation, None))
+            raise
+        return allocation
+
     def acquire(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
         """A block of exactly the size asked for that the stream freed before; None: ask `obtain`, also for 0 bytes.
 

@@ -182,17 +182,8 @@ class CachingAllocator:
         line = stream.fast if type(stream) is Stream else None
         if line is None or type(nbytes) is not int or nbytes <= 0:
             return self._allocate_slowly(nbytes, stream, assumed)
-        block = self.front.acquire(nbytes, line, assumed)
-        if block is None:
-            return self._allocate_slowly(nbytes, stream, assumed)
-        try:
-            allocation = Allocation(self, block, nbytes, stream)
-            if self.front.announce is not None:
-                self.front.announce(block.ptr, block.size, allocation)
-        except BaseException:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
-            self.frees.append((block, block.generation, None))
-            raise
-        return allocation
+        allocation: Allocation | None = self.front.allocate(Allocation, self, nbytes, line, stream, assumed)
+        return self._allocate_slowly(nbytes, stream, assumed) if allocation is None else allocation
 
     def obtain(self, nbytes: int, line: Timeline, given: int | None, assumed: bool) -> Block:
         """Everything but a hit: look at what has to be looked at, and climb the ladder.  LIVE, and accounted for.

@@ -745,7 +745,12 @@ def test_a_stream_that_has_been_seen_is_not_looked_up_again_when_it_becomes_curr
     old, handles = library.Stream(non_blocking=True), library.ExternalStream
     looked_up: list[Any] = []
     see = installation.watch.see
-    monkeypatch.setattr(installation.watch, "see", lambda stream: looked_up.append(stream) or see(stream))
+
+    def look_up(stream: Any) -> Any:
+        looked_up.append(stream)
+        return see(stream)
+
+    monkeypatch.setattr(installation.watch, "see", look_up)
     with old:
         pass
     old.use()
