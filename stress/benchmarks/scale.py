@@ -179,11 +179,14 @@ def main(quick: bool = False) -> tuple[str, dict[str, Figures]]:
     """(text, figures by what was made)."""
     found: dict[str, Figures] = {}
     texts = []
-    measures: tuple[tuple[Callable[[int], Row], tuple[int, ...]], ...] = (
-        (blocks, BLOCKS), (streams, STREAMS), (devices, DEVICES), (reserved, RESERVED),
-    )  # fmt: skip
-    for measure, numbers in measures:
-        rows = [measure(number) for number in (numbers[:2] if quick else numbers)]
+    measures: tuple[tuple[Callable[[int], Row], tuple[int, ...], tuple[int, ...]], ...] = (
+        (blocks, BLOCKS, (100, 1_000)),
+        (streams, STREAMS, (1, 10)),
+        (devices, DEVICES, (1, 2)),
+        (reserved, RESERVED, (1, 2)),
+    )
+    for measure, numbers, few in measures:
+        rows = [measure(number) for number in (few if quick else numbers)]
         found.update(rows)
         texts.append(table(rows))
     return "\n\n".join(texts), found

@@ -179,8 +179,8 @@ def test_the_others_become_readings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_growth_curves_become_readings_of_one_figure_each() -> None:
     results = measured("scale")
     found = {one.case: one for one in results.measured}
-    assert found["1,000 blocks: hit us"].unit == "us" and found["16 GiB: segments"].unit == "each"
-    assert found["10,000 blocks: host bytes a live block"].figures["weir"].median < 1_000
+    assert found["1,000 blocks: hit us"].unit == "us" and found["2 GiB: segments"].unit == "each"
+    assert found["1,000 blocks: host bytes a live block"].figures["weir"].median < 1_000
     assert "1,000 blocks" in results.measured[0].text and not results.measured[1].text
 
 
