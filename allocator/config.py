@@ -22,7 +22,7 @@ BACKINGS: Final = ("vmm", "malloc")
 NOT_FIELDS: Final = frozenset({"WEIR_AUTOINSTALL", "WEIR_COMPILE"})
 """Environment names that start like a field and are not one."""
 
-_SIZES: Final = frozenset({"limit", "max_in_flight", "small_page", "large_page", "small_request", "seal_bytes"})
+_SIZES: Final = frozenset({"limit", "max_in_flight", "small_page", "large_page", "small_request", "seal_bytes", "apart_bytes"})
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -62,6 +62,10 @@ class Config:
 
     small_request: int = 256 * KIB
     """Bytes.  Requests up to this size are small: they share `small_page` pieces, apart from large ones."""
+
+    apart_bytes: int = 32 * MIB
+    """Bytes.  Where small memory passes from stream to stream at request after request, as much as this in all is taken
+    from the driver beyond what must be, so that it need not.  0: never."""
 
     fit_slack: int = 5
     """Percent.  A large request that nothing fits exactly takes the lowest address among the blocks at most this
@@ -110,7 +114,7 @@ class Config:
             raise ValueError(f"unknown kind of reuse {sorted(unknown)[0]!r}; known: {', '.join(REUSE_KINDS)}")
         _one_of("uses", self.uses, USES)
         _one_of("backing", self.backing, BACKINGS)
-        for name in ("limit", "max_in_flight", "small_request", "small_page", "large_page", "seal_frees", "seal_bytes"):
+        for name in ("limit", "max_in_flight", "small_request", "small_page", "large_page", "seal_frees", "seal_bytes", "apart_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, not {type(value).__name__}")

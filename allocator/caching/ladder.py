@@ -3,6 +3,7 @@
      1  own                  best fit among what the stream itself may take at once
      2  idle                 best fit among what is finished; competes with 1 on fit
      3  covered              what the stream has already waited for; no driver call
+     -  apart                a page of new memory, where small memory has changed streams too often (apart.py)
      4  settle               ask how far the other streams have got; then 1 to 3 again
      5  new memory           within the limit; above `max_in_flight` wait a little first
      6  internal_dependency  growing is impossible: make the stream wait, on the device, for another's work
@@ -23,8 +24,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from allocator.blocks import Block
+from allocator.blocks import SMALL, Block
 from allocator.caching.accounting import Accounts
+from allocator.caching.apart import Apart
 from allocator.caching.frees import Frees
 from allocator.caching.growth import Growth
 from allocator.caching.settling import Settling
@@ -39,7 +41,7 @@ from allocator.sync import LockLike, shield
 class Request:
     """One allocation on its way down the ladder.  given: the stream's handle, alive for the length of the call."""
 
-    __slots__ = ("assumed", "given", "kind", "line", "requested", "size")
+    __slots__ = ("apart", "assumed", "given", "kind", "line", "requested", "size")
 
     def __init__(self, line: Timeline, given: int | None, requested: int, size: int, kind: int, assumed: bool) -> None:
         self.line = line
@@ -48,6 +50,8 @@ class Request:
         self.size = size
         self.kind = kind
         self.assumed = assumed
+        self.apart = False
+        """To be served by new memory, although another stream's may be free (apart.py)."""
 
 
 class Ladder:
@@ -76,6 +80,7 @@ class Ladder:
         self._settling = settling
         self._accounts = accounts
         self._lock = lock
+        self.apart = Apart(config.apart_bytes, config.small_page)
         self.callbacks: list[Callable[[int], bool]] = []
 
     def climb(self, request: Request) -> Block | None:
@@ -85,6 +90,7 @@ class Ladder:
         """
         return (
             self._look(request, bins_first=True)
+            or self._grow_apart(request)
             or self._settle(request)
             or self._grow(request)
             or self._depend(request)
@@ -100,7 +106,8 @@ class Ladder:
     def _look(self, request: Request, *, bins_first: bool = False, step: str | None = None) -> Block | None:
         """Steps 1 to 3 under the lock, all bins emptied first, so that what is in them can merge and serve.
 
-        bins_first: look once before that, as emptying them costs whoever would have found his own there.
+        bins_first: look once before that, as emptying them costs whoever would have found his own there; and not at
+        all where memory that stays apart is the cheaper choice.
         """
         shelves, accounts = self._shelves, self._accounts
         with self._lock:
@@ -111,12 +118,17 @@ class Ladder:
             if bins_first:
                 shelves.refresh()
                 found = self._find(request)
-            if found is None and (shelves.flush() or not bins_first):
+            if found is None and bins_first and request.kind == SMALL and self._apart_pays():
+                self.apart.buy()
+                request.apart = True
+            elif found is None and (shelves.flush() or not bins_first):
                 shelves.refresh()
                 found = self._find(request)
             block: Block | None = None
             if found is not None:
                 block, reuse, name = found
+                if request.kind == SMALL and block.sole != request.line.number:
+                    self.apart.hired()
                 self._hand_out(block, request, reuse)
                 accounts.steps[step or name] += 1
             accounts.mark()
@@ -134,6 +146,22 @@ class Ladder:
         """Under the lock."""
         self._shelves.hand_out(block, request.line, request.size, request.assumed)
         self._accounts.hand_out(block, request.requested, reuse)
+
+    def _apart_pays(self) -> bool:
+        return self.apart.pays(self._growth.limit, self._accounts.reserved)
+
+    def _grow_apart(self, request: Request) -> Block | None:
+        """A page of new memory, while another stream's may be free.  Where it cannot be had: steps 1 to 3, as ever."""
+        if not request.apart:
+            return None
+        request.apart = False
+        block = self._growth.grow(request.line, request.size, SMALL, request.assumed)
+        if block is None:
+            with self._lock:
+                self.apart.refused()
+            return self._look(request)
+        self._take_grown(block, request, "apart")
+        return block
 
     # -- 4 --------------------------------------------------------------------------------------
 
@@ -177,17 +205,20 @@ class Ladder:
                 self._settling.seal((request.line, request.given))
         self._registry.sweep_now()
         block = self._growth.grow(request.line, request.size, request.kind, request.assumed)
-        if block is None:
-            return None
+        if block is not None:
+            self._take_grown(block, request, step or "grow")
+        return block
+
+    def _take_grown(self, block: Block, request: Request, step: str) -> None:
+        """Hand out what `Growth.grow` has brought."""
         with self._lock:
             self._accounts.mark()
             self._shelves.transit.discard(block)
             reuse = self._shelves.reuse_kind(block, request.line)
             self._hand_out(self._shelves.carve(block, request.size), request, reuse)
-            self._accounts.steps[step or "grow"] += 1
+            self._accounts.steps[step] += 1
             self._accounts.low = self._accounts.allocated  # what has just been handed out was in transit, not in flight
             self._accounts.mark()
-        return block
 
     def _waitable(self) -> int:
         """Bytes in flight that a wait could free; what is parked is not counted (R13)."""
