@@ -22,7 +22,9 @@ BACKINGS: Final = ("vmm", "malloc")
 NOT_FIELDS: Final = frozenset({"WEIR_AUTOINSTALL", "WEIR_COMPILE"})
 """Environment names that start like a field and are not one."""
 
-_SIZES: Final = frozenset({"limit", "max_in_flight", "small_page", "large_page", "small_request", "seal_bytes", "apart_bytes"})
+_SIZES: Final = frozenset(
+    {"limit", "max_in_flight", "small_page", "large_page", "small_request", "seal_bytes", "apart_bytes"}
+)
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -114,7 +116,7 @@ class Config:
             raise ValueError(f"unknown kind of reuse {sorted(unknown)[0]!r}; known: {', '.join(REUSE_KINDS)}")
         _one_of("uses", self.uses, USES)
         _one_of("backing", self.backing, BACKINGS)
-        for name in ("limit", "max_in_flight", "small_request", "small_page", "large_page", "seal_frees", "seal_bytes", "apart_bytes"):
+        for name in (*sorted(_SIZES), "seal_frees"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, not {type(value).__name__}")

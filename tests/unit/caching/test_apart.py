@@ -62,7 +62,7 @@ def test_streams_that_take_turns_stop_taking_each_other_s(gpu: SimDevice, make: 
     go_round(pool, streams, HIRES + 4 * count)
     before, hits = asked(gpu), pool.stats().allocations["same_stream"]
     go_round(pool, streams, 16 * count)
-    assert pool.stats().allocations["same_stream"] >= hits + 14 * count, "a reading takes what is finished out of the bins"
+    assert pool.stats().allocations["same_stream"] >= hits + 14 * count, "a reading empties bins"
     assert asked(gpu) - before <= 16 * count, "marks and readings, and no more"
     assert pool.stats().reserved_bytes == 4 * MIB
     if count == 2:
