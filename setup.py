@@ -28,6 +28,7 @@ COMPILED = (
     "allocator/caching/checked_shelves.py",
     "allocator/caching/frees.py",
     "allocator/caching/front.py",
+    "allocator/caching/lane.py",
     "allocator/caching/shelves.py",
     "allocator/collector.py",
     "allocator/events/clock.py",

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
 from allocator import Allocation, CudaDevice, SimDevice, Stream
-from allocator.devices import Device
+from allocator.devices import Device, pieces_held
 from allocator.errors import AllocatorError
 from allocator.sizes import KIB
 
@@ -115,7 +115,7 @@ class CanaryTarget:
         self.device = device
         self._every = every
         self._mine = _Thread()
-        self._missing = self._pieces()
+        self._held = pieces_held(device)
 
     def session(self) -> AbstractContextManager[object]:
         """The context stays current all the time, as in a program; it costs several calls an operation otherwise."""
@@ -172,13 +172,7 @@ class CanaryTarget:
         """What is wrong is raised at once."""
 
     def leaked_bytes(self) -> int:
-        """By the driver's calls: other processes come and go."""
-        return (self._pieces() - self._missing) * self.device.granularity
-
-    def _pieces(self) -> int:
-        calls = self.device.calls
-        taken = calls.get("cuMemCreate", 0) + calls.get("cuMemAlloc", 0)
-        return taken - calls.get("cuMemRelease", 0) - calls.get("cuMemFree", 0)
+        return (pieces_held(self.device) - self._held) * self.device.granularity
 
 
 class _Thread(threading.local):

@@ -116,7 +116,7 @@ class Bin:
     They serve that stream only, at once: an exact fit is the best fit.
     """
 
-    __slots__ = ("assumed", "blocks", "filled", "hits", "home", "owner", "seen", "size")
+    __slots__ = ("assumed", "blocks", "filled", "hits", "home", "open", "owner", "seen", "size")
 
     def __init__(self, home: Bins, owner: Owner, size: int, assumed: bool) -> None:
         self.blocks: list[Block] = []
@@ -128,6 +128,8 @@ class Bin:
         """The stamps here name the users that are only assumed as well."""
         self.filled = False
         """Noted as one that may hold blocks, until all bins are emptied."""
+        self.open = True
+        """Found under its owner and size: no longer once it has gone."""
         self.hits = 0
         """Allocations served from here."""
         self.seen = -1

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from allocator.blocks import MANY, RETIRED, Block, Owner
 from allocator.caching.accounting import Accounts
+from allocator.caching.lane import Lane
 from allocator.caching.shelves import Shelves
 from allocator.collector import COLLECTOR
 from allocator.config import Config
 from allocator.events import VectorClock
+from allocator.gil import COMPILED
 from allocator.resource import Holder
 from allocator.sizes import MIB
 from allocator.streams import CONTEXT, Registry, Timeline
@@ -73,7 +75,9 @@ class Frees:
         self._missing = False
         """Has an allocation missed the bins since the streams were last sealed?"""
         self._seal_bytes = config.seal_bytes
-        self.queue: FreeQueue[tuple[Block, int, Timeline | Anyone | list[Holder] | None]] = FreeQueue()
+        self.lane = Lane() if COMPILED else None
+        self.queue: Any = FreeQueue() if self.lane is None else self.lane
+        """Of (block, generation, the stream it names, or what may yet hold it, or None)."""
         self.limbo: list[Holder] = []
         """What came back while a collection ran, and may yet be in use (collector.py)."""
         self._frees_then = 0
@@ -134,7 +138,8 @@ class Frees:
             self.drain()
             return
         for _ in range(most):
-            block, generation, named = queue[0]
+            entry: tuple[Block, int, Timeline | Anyone | list[Holder] | None] = queue[0]
+            block, generation, named = entry
             if block.generation == generation:
                 self._put_down(block, named)
             queue.popleft()

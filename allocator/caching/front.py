@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from allocator.blocks import Bins, Block, Owner
+from allocator.blocks import Bin, Bins, Block, Owner
 from allocator.caching.accounting import Accounts
 from allocator.caching.frees import Frees
 from allocator.caching.shelves import Shelves
@@ -29,10 +29,13 @@ class Front:
     __slots__ = (
         "_accounts",
         "_assumed",
+        "_assumes",
         "_declared",
+        "_declares",
         "_frees",
         "_gil",
         "_inside",
+        "_lane",
         "_queue",
         "_section",
         "announce",
@@ -54,9 +57,12 @@ class Front:
         self._accounts = accounts
         self._frees = frees
         self._queue: Any = frees.queue
+        self._lane = frees.lane
         declared, assumed = shelves.bins
         self._declared: dict[Owner, Bins] = assumed if uses else declared
         self._assumed: dict[Owner, Bins] = declared if uses is False else assumed
+        self._declares, self._assumes = uses is True, uses is not False
+        """What bins say of `assumed` in which declared and assumed requests find their own."""
         self.careful = False
         self.announce: Any = None
         """What a device that watches is told of each hand-out: (ptr, size, whoever holds it); None for none."""
@@ -111,44 +117,69 @@ class Front:
         is one step where it is compiled, and Ctrl-C comes before or after it where it is not.
         """
         size = (nbytes + 511) & -512
-        sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
-        if sizes is None:
-            return None
-        bin_ = sizes.by_size.get(size)
-        if bin_ is None:
-            return None
-        queue = self._queue
-        if queue:
-            entry: tuple[Block, int, object] = queue[0]
-            block, generation, named = entry
+        bin_: Bin
+        last: Block | None = None
+        lane = self._lane
+        if lane is not None and lane.block is not None:
+            block = lane.block
+            home = block.bin
             if (
-                block.bin is bin_
-                and named is None
-                and block.generation == generation
-                and len(queue) == 1
+                home is not None
+                and home.size == size
+                and home.owner is line
+                and home.assumed == (self._assumes if assumed else self._declares)
+                and home.open
+                and block.generation == lane.generation
                 and not line.ended
+                and not lane.rest
             ):
-                # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
-                # nobody else sees a stamp, and no seqno is due for it.
-                accounts = self._accounts
-                low = accounts.allocated - size
-                freed = block.requested
-                block.generation = generation + 1
-                block.requested = nbytes
-                bin_.hits += 1
-                accounts.frees += 1
-                accounts.freed_sum += freed
-                accounts.requested_sum += nbytes
-                if low < accounts.low:
-                    accounts.low = low
-                try:
-                    queue.popleft()
-                except BaseException:  # Ctrl-C, just after it: what is queued names a generation that has passed
-                    queue.append((block, generation + 1, None))
-                    raise
-                return block
-            if not locked or self._frees.drain():
+                last, bin_ = block, home
+        if last is None:
+            sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
+            if sizes is None:
                 return None
+            found = sizes.by_size.get(size)
+            if found is None:
+                return None
+            bin_ = found
+            queue = self._queue
+            if queue:
+                entry: tuple[Block, int, object] = queue[0]
+                block, generation, named = entry
+                if (
+                    block.bin is bin_
+                    and named is None
+                    and block.generation == generation
+                    and len(queue) == 1
+                    and not line.ended
+                ):
+                    last = block
+                elif not locked or self._frees.drain():
+                    return None
+        if last is not None:
+            # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
+            # nobody else sees a stamp, and no seqno is due for it.
+            accounts = self._accounts
+            low = accounts.allocated - size
+            freed = last.requested
+            generation = last.generation
+            last.generation = generation + 1
+            last.requested = nbytes
+            bin_.hits += 1
+            accounts.frees += 1
+            accounts.freed_sum += freed
+            accounts.requested_sum += nbytes
+            if low < accounts.low:
+                accounts.low = low
+            if lane is not None and lane.block is last:
+                lane.block = None
+                return last
+            try:
+                self._queue.popleft()
+            except BaseException:  # Ctrl-C, just after it: what is queued names a generation that has passed
+                self._queue.append((last, generation + 1, None))
+                raise
+            return last
         blocks = bin_.blocks
         if not blocks:
             return None

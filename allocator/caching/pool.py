@@ -124,8 +124,10 @@ class CachingAllocator:
             self._lock,
         )
         self._canary = self._make_canary()
-        self.frees: deque[Any] = self._frees.queue
+        self.frees: Any = self._frees.queue
         """Where allocations queue their frees: one atomic append each."""
+        self.lane = self._frees.lane
+        """The same, where the hot path is compiled: for frees that name no stream."""
         self._uses = None if self.config.uses == "auto" else self.config.uses == "assumed"
         self.front = Front(self._lock, self._shelves, self._frees, self._accounts, self._uses)
         """The hot path, for integrations that know the stream's timeline already."""
@@ -824,7 +826,7 @@ class _Nowhere:
     """The home of empty allocations: there is nothing to give back."""
 
     def __init__(self) -> None:
-        self.frees: deque[Any] = deque(maxlen=0)
+        self.frees: Any = deque(maxlen=0)
 
     def declare_use(self, allocation: Holder, stream: object) -> None:
         """Nothing is in use."""

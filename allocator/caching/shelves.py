@@ -248,6 +248,7 @@ class Shelves:
     def _gone(self, bin_: Bin) -> None:
         """What a bin that goes has served still counts."""
         self._open -= 1
+        bin_.open = False
         self.past_hits[(bin_.size - 1).bit_length()] += bin_.hits
         self.past_hit_bytes += bin_.hits * bin_.size
 

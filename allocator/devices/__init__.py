@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from allocator.devices.device import LEGACY, PER_THREAD, Capture, Device
+from allocator.devices.device import LEGACY, PER_THREAD, Capture, Device, pieces_held
 from allocator.devices.sim import Access, Race, SimDevice
 
 if TYPE_CHECKING:
     from allocator.devices.cuda import CudaDevice
 
-__all__ = ["LEGACY", "PER_THREAD", "Access", "Capture", "CudaDevice", "Device", "Race", "SimDevice"]
+__all__ = ["LEGACY", "PER_THREAD", "Access", "Capture", "CudaDevice", "Device", "Race", "SimDevice", "pieces_held"]
 
 
 def __getattr__(name: str) -> object:

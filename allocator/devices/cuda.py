@@ -23,8 +23,8 @@ import operator
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -87,7 +87,8 @@ class CudaDevice:
     _pid: int
     _version: int
     _ordinal: int
-    _calls: Counter[str]
+    _calls: defaultdict[str, int]
+    _failures: defaultdict[str, int]
     _context: int | None
 
     def __new__(cls, ordinal: int = 0) -> CudaDevice:
@@ -104,7 +105,7 @@ class CudaDevice:
         self._forks = _bindings.forks
         self._pid = os.getpid()
         self._ordinal = ordinal
-        self._calls = Counter()
+        self._calls, self._failures = defaultdict(int), defaultdict(int)
         self._context = None
         count = int(self._do("cuDeviceGetCount"))
         if ordinal >= count:
@@ -123,6 +124,7 @@ class CudaDevice:
         """Make one driver call; return its only result, a tuple of several, or None."""
         answer = self._make(call, args)
         if answer[0]:
+            self._failures[call] += 1
             raise _error(call, answer[0])
         if len(answer) == 2:
             return answer[1]
@@ -220,6 +222,10 @@ class CudaDevice:
     @property
     def calls(self) -> MutableMapping[str, int]:
         return self._calls
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        return self._failures
 
     def clock_ns(self) -> int:
         return time.monotonic_ns()

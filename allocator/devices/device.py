@@ -17,7 +17,7 @@ Next: cuda.py (a real GPU), sim/device.py (the simulator).  Facts: docs/ordering
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
@@ -79,6 +79,10 @@ class Device(Protocol):
     @property
     def calls(self) -> MutableMapping[str, int]:
         """Driver calls made so far, by the driver's names."""
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Those of `calls` that the driver answered with an error: all that take memory or give it back, at least."""
 
     def clock_ns(self) -> int:
         """Monotonic host time in ns (virtual on the simulator).  No driver call."""
@@ -207,3 +211,16 @@ class Device(Protocol):
 
         It is behind the stream's work, and of no other order: the plain `cuMemcpyDtoH` is work of the legacy stream.
         """
+
+
+def pieces_held(device: Device) -> int:
+    """Pieces of memory taken from the driver and not given back, by its answers: other processes come and go.
+
+    Of the whole process, and each of them counts as one, whatever its size.  No driver call.
+    """
+    calls, failures = device.calls, device.failures
+
+    def done(call: str) -> int:
+        return calls.get(call, 0) - failures.get(call, 0)
+
+    return done("cuMemCreate") + done("cuMemAlloc") - done("cuMemRelease") - done("cuMemFree")

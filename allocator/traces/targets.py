@@ -13,7 +13,7 @@ from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
-from allocator.devices import PER_THREAD, CudaDevice, Device, SimDevice
+from allocator.devices import PER_THREAD, CudaDevice, Device, SimDevice, pieces_held
 
 BEHIND_NS: Final = 10_000_000
 """A real program that was held up goes on from there; below this we were only slow, and catch up."""
@@ -69,7 +69,7 @@ class SimTarget:
         self._began = gpu.now_ns
         self._due = gpu.now_ns  # where the host clock was put; what it is beyond that was waited by a call
         self._waited = 0
-        self._calls = Counter(gpu.calls)
+        self._calls, self._held = Counter(gpu.calls), pieces_held(gpu)
         self._races = len(gpu.races)
         self._stalled = gpu.stalled_ns + gpu.stream_stalled_ns
         self._used = gpu.used_bytes
@@ -122,7 +122,7 @@ class CudaTarget:
         with gpu.scope():
             gpu.spin(PER_THREAD, 0)  # loads the kernel, which is not to be measured
             gpu.ctx_synchronize()
-        self._calls = Counter(gpu.calls)
+        self._calls, self._held = Counter(gpu.calls), pieces_held(gpu)
         self._began = time.monotonic_ns()
         self._shift = 0
 
@@ -167,10 +167,7 @@ class CudaTarget:
         return None
 
     def leaked_bytes(self) -> int:
-        """By the driver's own count, and only if pieces are missing: other processes come and go."""
-        calls = self.calls()
-        missing = calls["cuMemCreate"] - calls["cuMemRelease"] + calls["cuMemAlloc"] - calls["cuMemFree"]
-        return missing * self._gpu.granularity
+        return (pieces_held(self._gpu) - self._held) * self._gpu.granularity
 
 
 def target_for(device: Device) -> Target:

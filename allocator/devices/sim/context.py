@@ -46,6 +46,7 @@ class Context:
         self.supports_virtual_memory = virtual_memory
         self.supports_context_events = context_events
         self.calls: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
         self.costs: dict[str, int] = {}
         self.before_call: Callable[[str], object] | None = None
         self.violations: list[str] = []
@@ -105,6 +106,7 @@ class Context:
             self.clock.now += self.costs.get(call, 0)
         fault = self._faults.strike(call)
         if fault is not None:
+            self.failures[call] += 1
             if fault.sticky:
                 self._broken = (fault.error, "planned")
             raise DriverError(call, fault.error, "planned", sticky=fault.sticky)
@@ -199,8 +201,10 @@ class Context:
         try:
             return action(*args)
         except memory.Refusal as refusal:
+            self.failures[call] += 1
             raise self.refused(call, *refusal.args) from None
         except memory.Failure as failure:
+            self.failures[call] += 1
             raise DriverError(call, *failure.args) from None
 
     def plain_call(self, call: str, action: Callable[..., T], *args: int) -> T:

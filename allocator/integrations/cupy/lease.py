@@ -34,13 +34,15 @@ HOOKS: Final = HookUse()
 class Route:
     """One device's pool, with what the hot path needs of it and of its streams."""
 
-    __slots__ = ("front", "last", "legacy", "ordinal", "owners", "pool", "put_down", "registry")
+    __slots__ = ("front", "lane", "last", "legacy", "ordinal", "owners", "pool", "put_down", "registry")
 
     def __init__(self, pool: CachingAllocator) -> None:
         self.pool = pool
         self.front = pool.front
         self.put_down: Any = pool.frees.append
         """Queues a free: one atomic step."""
+        self.lane = pool.lane
+        """Where a free that needs no more than a block and a generation is queued, if the hot path is compiled."""
         self.ordinal = pool.device.ordinal
         self.registry = Registry.of(pool.device)
         self.owners = self.registry.owners
@@ -115,4 +117,8 @@ class Lease:
             if HOOKS.seen or COLLECTOR.running:
                 self._give_back(generation, [self] if COLLECTOR.running else None)
             else:
-                self.route.put_down((self._block, generation, None))
+                lane = self.route.lane
+                if lane is not None:
+                    lane.put(self._block, generation)
+                else:
+                    self.route.put_down((self._block, generation, None))

@@ -363,6 +363,12 @@ def test_a_device_that_still_holds_memory_is_a_leak() -> None:
         with gpu.scope():
             gpu.mem_release(handle)
         assert target.leaked_bytes() == 0
+        gpu.fail("cuMemCreate")
+        with gpu.scope(), pytest.raises(DriverError):
+            gpu.mem_create(2 * MIB)
+        with gpu.scope(), pytest.raises(DriverError):
+            gpu.mem_create(1 << 60)
+        assert target.leaked_bytes() == 0, "what was refused is not held"
 
 
 def test_a_target_forgets_what_it_found_when_told() -> None:
@@ -379,7 +385,7 @@ def test_on_a_gpu_kernels_spin() -> None:
     spun: list[tuple[int, int]] = []
 
     gpu: Any = SimpleNamespace(
-        spin=lambda handle, ns: spun.append((handle, ns)), calls={}, granularity=1, scope=SimDevice().scope
+        spin=lambda handle, ns: spun.append((handle, ns)), calls={}, failures={}, granularity=1, scope=SimDevice().scope
     )
     target = CanaryTarget(gpu)
     target.launch(SimpleNamespace(handle=7), 500, SimpleNamespace(), 1, write=False)  # type: ignore[arg-type]  # stand-ins

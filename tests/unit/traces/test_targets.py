@@ -68,6 +68,7 @@ class PlayedGpu:
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
         self.spun: list[tuple[int, int]] = []
 
     def scope(self) -> nullcontext[None]:
@@ -105,6 +106,8 @@ def test_on_a_gpu_leaks_are_pieces_never_given_back() -> None:
     target = CudaTarget(gpu)
     gpu.calls += Counter({"cuMemCreate": 3, "cuMemRelease": 2, "cuMemAlloc": 1, "cuMemFree": 1})
     assert target.leaked_bytes() == 2 << 20
+    gpu.failures["cuMemCreate"] += 1  # it was refused
+    assert target.leaked_bytes() == 0
 
 
 class Wall:

@@ -1,0 +1,220 @@
+"""The free queue of the compiled hot path, as source: it is a deque to everybody, and the hot path serves from it."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from allocator import Allocation, CachingAllocator, Config, SimDevice, Stream
+from allocator.blocks import Block
+from allocator.caching import frees
+from allocator.caching.lane import Lane
+from allocator.gil import COMPILED
+from tests.unit.caching.conftest import MIB, MakePool
+
+SIZE = 4096
+
+
+def entry(n: int, named: object = None) -> tuple[Block, int, object]:
+    return (Block(512 * n, 512, 0), n, named)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_a_deque(seed: int) -> None:
+    draw, lane, naive = random.Random(seed), Lane(), deque[Any]()
+    for n in range(300):
+        match draw.randrange(6):
+            case 0 | 1:
+                added = entry(n, named=draw.choice([None, None, "a stream"]))
+                lane.append(added)
+                naive.append(added)
+            case 2:
+                added = entry(n)
+                lane.put(added[0], n)
+                naive.append(added)
+            case 3 if naive:
+                assert lane[0] == naive[0]
+            case 4 if naive:
+                assert lane.popleft() == naive.popleft()
+            case 5 if n % 50 == 0:
+                more = [entry(n), entry(n, "a stream")]
+                lane.extend(more)
+                naive.extend(more)
+            case 5 if n % 51 == 0:
+                lane.clear()
+                naive.clear()
+        assert len(lane) == len(naive) and bool(lane) == bool(naive)
+    assert [lane.popleft() for _ in range(len(lane))] == list(naive)
+    with pytest.raises(IndexError):
+        lane.popleft()
+    with pytest.raises(IndexError):
+        lane[0]
+
+
+@pytest.mark.skipif(COMPILED, reason="a compiled class has no properties of a subclass")
+def test_what_a_collection_queues_while_the_place_is_emptied_is_kept() -> None:
+    """Making a tuple may start a collection; its finaliser gives memory back, or another thread takes the place."""
+
+    class Interrupted(Lane):
+        """As if both happened at the one step where they can."""
+
+        __slots__ = ("_generation", "reads", "then")
+
+        reads: int
+        then: Callable[[], None]
+        _generation: int
+
+        @property
+        def generation(self) -> int:
+            self.reads += 1
+            if self.reads == 1:
+                self.then()
+            return self._generation
+
+        @generation.setter
+        def generation(self, value: int) -> None:
+            self._generation = value
+
+    lane = Interrupted.__new__(Interrupted)
+    lane.reads, lane.then = 1, lambda: None
+    Lane.__init__(lane)
+    first, second = entry(1), entry(2)
+    lane.append(first)
+
+    def another_took_it_and_gave_back_another() -> None:
+        lane.block = None
+        lane.append(second)
+
+    lane.reads, lane.then = 0, another_took_it_and_gave_back_another
+    assert lane.popleft() == second and not lane
+
+
+@pytest.fixture(params=["declared", "assumed", "auto"])
+def pool(make: MakePool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CachingAllocator:
+    """One whose frees go through a lane, as in a compiled build."""
+    monkeypatch.setattr(frees, "COMPILED", True)
+    pool = make(uses=request.param)
+    assert isinstance(pool.frees, Lane)
+    return pool
+
+
+def steps(pool: CachingAllocator) -> int:
+    """Allocations that were no hits."""
+    return sum(pool._accounts.steps.values())
+
+
+def test_what_was_freed_last_goes_out_again_without_a_tuple(gpu: SimDevice, pool: CachingAllocator) -> None:
+    stream = Stream(gpu)
+    a = pool.allocate(SIZE, stream=stream)
+    ptr, block = a.ptr, a._block
+    a.close()
+    assert pool.frees.block is block and len(pool.frees) == 1
+    before = steps(pool)
+    again = pool.allocate(SIZE - 100, stream=stream)
+    assert (again.ptr, again._block) == (ptr, block) and not pool.frees and steps(pool) == before
+    stats = pool.stats()
+    assert (stats.allocated_bytes, stats.requested_bytes) == (SIZE, SIZE - 100)
+    assert stats.allocations["same_stream"] == 1 and stats.frees["same_stream"] == 1
+
+
+@pytest.mark.parametrize("other", ["stream", "size", "uses", "generation", "more", "several"])
+def test_it_goes_to_nobody_else(gpu: SimDevice, pool: CachingAllocator, other: str) -> None:
+    stream, second = Stream(gpu), Stream(gpu)
+    warm = [pool.allocate(size, stream=s) for s in (stream, second) for size in (SIZE, 2 * SIZE)]
+    warm.clear()
+    a, b = pool.allocate(SIZE, stream=stream), pool.allocate(SIZE, stream=stream)
+    gpu.launch(stream, 1000, writes=[a])
+    mine, held = a._block, (a._block, a._generation, None)
+    if other == "several":
+        a.record_stream(second)
+    a.close()
+    if other == "generation":
+        again = pool.allocate(SIZE, stream=stream)
+        assert again._block is mine
+        pool.frees.append(held)  # the second of two closes, a moment too late
+        assert pool.allocate(SIZE, stream=stream)._block is not mine
+        again.close()
+    elif other == "more":
+        b.close()
+        taken = [pool.allocate(SIZE, stream=stream) for _ in range(3)]
+        assert len({t.ptr for t in taken}) == 3
+        taken.clear()
+    else:
+        size = 2 * SIZE if other == "size" else SIZE
+        before = steps(pool)
+        got = pool.allocate(size, stream=second if other == "stream" else stream, assumed=other == "uses")
+        if other == "uses" and pool.config.uses == "auto":
+            assert steps(pool) == before + 1, "not as a hit: who may use it is another question"
+        elif other != "uses":
+            assert got._block is not mine
+        gpu.launch(second if other == "stream" else stream, 1000, writes=[got])
+    gpu.run_until_idle()
+    assert gpu.races == []
+
+
+def test_a_bin_that_has_gone_serves_nobody(gpu: SimDevice, pool: CachingAllocator) -> None:
+    """Its hits would count for nothing."""
+    stream = Stream(gpu)
+    a = pool.allocate(SIZE, stream=stream)
+    a.close()
+    for bins in pool._shelves.bins:
+        for sizes in bins.values():
+            for bin_ in list(sizes.by_size.values()):
+                sizes.close(bin_.size)
+                pool._shelves._gone(bin_)
+    b = pool.allocate(SIZE, stream=stream)
+    assert pool.stats().blocks["live"] == 1
+    b.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs(gpu: SimDevice, pool: CachingAllocator, seed: int) -> None:
+    draw = random.Random(seed)
+    streams = [Stream(gpu) for _ in range(3)]
+    live: list[Allocation] = []
+    for n in range(400):
+        stream = draw.choice(streams)
+        if live and draw.random() < 0.55:
+            mine = live.pop(draw.choice([-1, -1, draw.randrange(len(live))]))
+            if draw.random() < 0.2:
+                user = draw.choice(streams)
+                user.wait_stream(mine.stream)
+                gpu.launch(user, 500, reads=[mine])
+                mine.close(stream=user)
+            else:
+                mine.close()
+        else:
+            mine = pool.allocate(draw.choice((512, SIZE, SIZE, 300_000)), stream=stream, assumed=draw.random() < 0.5)
+            gpu.launch(stream, 1000, writes=[mine])
+            live.append(mine)
+        if n % 7 == 0:
+            gpu.advance(draw.randrange(2000))
+            pool.check()
+    live.clear()
+    del mine
+    gpu.run_until_idle()
+    assert gpu.races == []
+    assert pool.stats().blocks["live"] == 0
+
+
+def test_memory_of_a_pool_that_has_gone_comes_back(gpu: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frees, "COMPILED", True)
+    pool = CachingAllocator(gpu, config=Config())
+    held = pool.allocate(MIB, stream=Stream(gpu))
+    pool.close()
+    held.close()
+    del held, pool
+    gc.collect()
+    CachingAllocator(gpu).allocate(512).close()
+    assert gpu.used_bytes <= 2 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _judged(gpu: SimDevice) -> Iterator[None]:
+    yield
+    assert gpu.races == []
