@@ -157,6 +157,28 @@ def test_it_goes_to_nobody_else(gpu: SimDevice, pool: CachingAllocator, other: s
     assert gpu.races == []
 
 
+def test_what_waits_behind_it_is_not_left_there(gpu: SimDevice, pool: CachingAllocator) -> None:
+    """One stream that frees and allocates for ever, and what others have freed meanwhile."""
+    stream, second = Stream(gpu), Stream(gpu)
+    a, b = pool.allocate(SIZE, stream=stream), pool.allocate(SIZE, stream=second)
+    a.close()
+    b.close()
+    assert len(pool.frees) == 2
+    pool.allocate(SIZE, stream=stream)
+    assert len(pool.frees) == 1, "the new one's own free"
+
+
+def test_a_stream_that_has_ended_gets_nothing_from_it(gpu: SimDevice, pool: CachingAllocator) -> None:
+    """Its memory is everybody's once its work is over; that is not for the hot path."""
+    stream = Stream(gpu)
+    assumed = pool.config.uses == "assumed"
+    pool.allocate(SIZE, stream=stream).close()
+    line = stream.timeline
+    line.ended = True
+    assert pool.front.acquire(SIZE, line, assumed) is None
+    line.ended = False
+
+
 def test_a_bin_that_has_gone_serves_nobody(gpu: SimDevice, pool: CachingAllocator) -> None:
     """Its hits would count for nothing."""
     stream = Stream(gpu)
