@@ -174,6 +174,7 @@ def test_a_stream_that_has_ended_gets_nothing_from_it(gpu: SimDevice, pool: Cach
     assumed = pool.config.uses == "assumed"
     pool.allocate(SIZE, stream=stream).close()
     line = stream.timeline
+    assert line is not None
     line.ended = True
     assert pool.front.acquire(SIZE, line, assumed) is None
     line.ended = False
