@@ -50,11 +50,15 @@ def unpack(archive: Path, folder: Path) -> Path:
     return folder / members[0].name.split("/", 1)[0]
 
 
-def run(where: Path, parts: Sequence[str], jobs: int, report: Path, mode: str | None) -> dict[str, str]:
+def run(
+    where: Path, parts: Sequence[str], jobs: int, report: Path, mode: str | None, seconds: float = 0
+) -> dict[str, str]:
     """One run of pytest, on CuPy's pool where `mode` is None; the outcome of every test by its id."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=0", f"--junitxml={report}"]
-    if jobs > 1:
-        command += ["-n", str(jobs), "--dist", "loadscope"]  # tests that want most of the memory are in one class
+    # In workers, also where there is one: a crash ends a test, not the run.
+    command += ["-n", str(jobs), "--dist", "loadscope"]
+    if seconds:
+        command += [f"--timeout={seconds:g}", "--timeout-method=thread"]
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT / "src")])
     environ = os.environ | {"CUPY_TEST_GPU_LIMIT": "1", "PYTHONPATH": path}
     if mode is not None:
@@ -101,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", default=list(PARTS), help="below tests/cupy_tests; default: many")
     parser.add_argument("--memory", action="store_true", help="the tests of CuPy's pools, and nothing beside them")
     parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--timeout", type=float, default=0, help="seconds a test may take; needs pytest-timeout")
     parser.add_argument("--modes", default="allocator,pools", help="ways to use Weir (default: both)")
     parser.add_argument("--reports", type=Path, help="keep reports and logs in this folder")
     options = parser.parse_args(argv)
@@ -116,11 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         reports = options.reports.resolve() if options.reports else Path(folder)
         reports.mkdir(parents=True, exist_ok=True)
         # First: it compiles the kernels that the others find compiled.
-        theirs = run(where, options.parts, options.jobs, reports / "cupy.xml", None)
+        theirs = run(where, options.parts, options.jobs, reports / "cupy.xml", None, options.timeout)
         print(summary("CuPy's pool", theirs), flush=True)
         status = 0
         for mode in modes:
-            ours = run(where, options.parts, options.jobs, reports / f"{mode}.xml", mode)
+            ours = run(where, options.parts, options.jobs, reports / f"{mode}.xml", mode, options.timeout)
             status |= told(mode, ours, theirs)
     return status
 
