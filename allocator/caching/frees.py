@@ -88,6 +88,8 @@ class Frees:
         """Frees on a second stream have been stamped: from now on when one seals decides how much is reused."""
         self.pressed: Callable[[], bool] = bool
         """Is memory scarce?  Set by the pool."""
+        self.bounded = False
+        """Can it be?  Set by the pool."""
         self._first: Owner | None = None
 
     def drain(self) -> bool:
@@ -127,6 +129,31 @@ class Frees:
             with shield:
                 self._revisit()
         return self.crossing and self._due()
+
+    def put_down_last(self) -> bool:
+        """Put down the one free that lies in the lane; False if that is not all there is to do, and nothing is done.
+
+        Without the lock, by compiled code alone, while nobody is inside (gil.py): so it makes nothing that a collection
+        could be counted for, asks nobody, and looks nothing up.  The rest is `drain`'s.
+        """
+        lane = self.lane
+        if lane is None or lane.block is None or lane.rest or self.limbo or self.bounded:
+            return False
+        block = lane.block
+        bin_ = block.bin
+        if bin_ is None or not bin_.filled or bin_.owner.ended or block.generation != lane.generation:
+            return False
+        if bin_.assumed and not self._order.stamped(bin_.owner):  # type: ignore[arg-type]  # owners are timelines
+            return False
+        accounts = self._accounts
+        if self.crossing and (
+            accounts.frees + 1 - self._frees_then >= self._seal_at
+            or accounts.freed_sum + block.requested - self._freed_then >= self._seal_bytes
+        ):
+            return False
+        self._put_down(block, None)
+        lane.block = None
+        return True
 
     def drain_some(self, most: int) -> None:
         """Stamp and put down the oldest of the queued blocks, `most` at most; for readings, whose work is bounded.

@@ -135,6 +135,8 @@ class Front:
             ):
                 last, bin_ = block, home
         if last is None:
+            if not locked and lane is not None and lane.block is not None and not self._frees.put_down_last():
+                return None
             sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
             if sizes is None:
                 return None

@@ -180,6 +180,88 @@ def test_a_stream_that_has_ended_gets_nothing_from_it(gpu: SimDevice, pool: Cach
     line.ended = False
 
 
+REASONS = ("nothing", "more", "doubtful", "bounded", "several", "empty bin", "ended", "stale", "second", "due", "bytes")
+
+
+@pytest.mark.parametrize("reason", ["none", *REASONS])
+def test_one_free_is_put_down_at_once_where_that_is_all_there_is_to_do(
+    gpu: SimDevice, pool: CachingAllocator, reason: str
+) -> None:
+    own, second = Stream(gpu), Stream(gpu)
+    line = own.timeline
+    assert line is not None
+    put_down, drain = pool._frees.put_down_last, pool.drain_frees
+    a, b, c = (pool.allocate(SIZE, stream=stream) for stream in (own, own, second))
+    a.close()
+    drain()  # the bin is noted, and the stamp made
+    if reason != "second":
+        c.close()
+        drain()  # and there is more than one stream
+    mine = b._block
+    if reason == "several":
+        b.record_stream(second)
+    if reason != "nothing":
+        b.close()
+    match reason:
+        case "more":
+            pool.frees.append((mine, -1, None))
+        case "doubtful":
+            pool._frees.limbo.append(b)
+        case "bounded":
+            pool.set_limit(1 << 30)
+        case "empty bin":
+            pool._shelves.flush()
+        case "ended":
+            line.ended = True
+        case "stale":
+            pool.frees.generation -= 1
+        case "second":
+            drain()
+            c.close()
+        case "due":
+            pool._frees._seal_at = 1
+        case "bytes":
+            pool._frees._seal_bytes = 1
+    waiting, free = len(pool.frees), len(mine.bin.blocks) if mine.bin is not None else 0
+    assert put_down() == (reason == "none")
+    line.ended = False
+    if reason == "none":
+        assert not pool.frees and mine.bin is not None and mine.bin.blocks[-1] is mine and mine.stamp.at
+    else:
+        assert len(pool.frees) == waiting and (mine.bin is None or len(mine.bin.blocks) == free)
+    pool._frees.limbo.clear()
+
+
+@pytest.mark.parametrize("change", ["none", "stream", "context", "ended"])
+def test_a_stamp_that_is_made_is_the_one_that_a_free_gets(gpu: SimDevice, pool: CachingAllocator, change: str) -> None:
+    line, order = Stream(gpu).timeline, pool._registry.order
+    assert line is not None and not order.stamped(line)
+    before = order.stamp(line, True)
+    match change:
+        case "stream":
+            line.close()
+        case "context":
+            pool._registry.context.close_seqno()
+        case "ended":
+            line.end()
+    assert order.stamped(line) == (change == "none")
+    assert (order.stamp(line, True) is before) == (change == "none")
+    assert order.stamped(line)
+
+
+def test_a_free_whose_stamp_is_out_of_date_is_drained(gpu: SimDevice, make: MakePool, pool: CachingAllocator) -> None:
+    stream, second = Stream(gpu), Stream(gpu)
+    held = [pool.allocate(SIZE, stream=s, assumed=True) for s in (stream, stream, second)]
+    held.pop().close()
+    held.pop().close()
+    pool.drain_frees()
+    held.pop().close()
+    pool._registry.context.close_seqno()
+    assert pool._frees.put_down_last() == (pool.config.uses == "declared")
+    pool.drain_frees()
+    assert not pool.frees
+
+
 def test_a_bin_that_has_gone_serves_nobody(gpu: SimDevice, pool: CachingAllocator) -> None:
     """Its hits would count for nothing."""
     stream = Stream(gpu)
@@ -215,6 +297,9 @@ def test_random_programs(gpu: SimDevice, pool: CachingAllocator, seed: int) -> N
             mine = pool.allocate(draw.choice((512, SIZE, SIZE, 300_000)), stream=stream, assumed=draw.random() < 0.5)
             gpu.launch(stream, 1000, writes=[mine])
             live.append(mine)
+        if draw.random() < 0.5:
+            put_down = pool._frees.put_down_last()
+            assert not put_down or not pool.frees
         if n % 7 == 0:
             gpu.advance(draw.randrange(2000))
             pool.check()
