@@ -107,14 +107,15 @@ def _against_cupy(found: Found, what: str, benchmark: str, aim: float, at: float
 
 
 def _round_robin(found: Found, aim: float) -> Row:
-    what = "16 streams round robin, every block another stream's / CuPy's pool"
+    what = "16 streams round robin, 256 KiB on each / CuPy's pool"
     figures = found.figures("round-robin", "cupy", "weir", title="each", at=262144)
     if figures is None or figures.ratio is None:
         return _missing(what, "<= ", aim, _NO_GPU)
-    other = found.figures("round-robin", "cupy", "weir", title="one in", at=262144)
     remark = _spread(figures)
-    if other is not None and other.ratio is not None:
-        remark += f"; {other.ratio:.3g} where one block in 16 is"
+    for title, at, what_of in (("one in", 262144, "16 on each"), ("each", 4194304, "4 MiB, every block another stream's")):
+        other = found.figures("round-robin", "cupy", "weir", title=title, at=at)
+        if other is not None and other.ratio is not None:
+            remark += f"; {other.ratio:.3g} with {what_of}"
     return _row(what, figures.ratio, "<= ", aim, remark)
 
 

@@ -1,14 +1,15 @@
 """Several streams: what each of them costs, and what it costs when memory goes from one to another.
 
     streams       1 to 1000 streams in turn, each with memory of its own: the cost of an operation
-    round-robin   16 streams in turn with memory for fewer: every block that is taken was another stream's (`each`), or
-                  one in 16 is (`one in 16`), when a stream takes and drops 16 times before it is the next one's turn
+    round-robin   16 streams in turn with memory for fewer: each takes and drops one block before it is the next one's
+                  turn (`each`), or 16 (`one in 16`)
     handover      made on one stream, used on another, which takes memory for its result, and dropped
     rmm-streams   as RMM publishes it: on stream after stream take, queue work that uses it, drop
 
-Small blocks go round in 256 KiB, of which one page holds 8; large ones in 4 MiB, a segment each.  Of smaller ones
-every stream would soon have its own, and nothing would go round.  Pools that never cross grow to a block a stream and
-then always hit; the memory that takes stands in the notes, as `peak_reserved_bytes`.  But for rmm-streams no work is
+Small blocks are of 256 KiB, of which one page holds 8; large ones of 4 MiB, a segment each.  The large ones go round: every
+block that is taken was another stream's, or one in 16 was.  So do the small ones until Weir takes a page more for them
+(docs/decisions/0017).  Pools that never cross grow to a block a stream and then always hit; the memory that takes
+stands in the notes, as `peak_reserved_bytes`.  But for rmm-streams no work is
 queued: the figure is the host's alone.
 """
 
