@@ -112,7 +112,7 @@ def _round_robin(found: Found, aim: float) -> Row:
     if figures is None or figures.ratio is None:
         return _missing(what, "<= ", aim, _NO_GPU)
     remark = _spread(figures)
-    for title, at, what_of in (("one in", 262144, "16 on each"), ("each", 4194304, "4 MiB, every block another stream's")):
+    for title, at, what_of in (("one in", 262144, "16 on each"), ("each", 4194304, "4 MiB that go round")):
         other = found.figures("round-robin", "cupy", "weir", title=title, at=at)
         if other is not None and other.ratio is not None:
             remark += f"; {other.ratio:.3g} with {what_of}"

@@ -6,9 +6,9 @@
     handover      made on one stream, used on another, which takes memory for its result, and dropped
     rmm-streams   as RMM publishes it: on stream after stream take, queue work that uses it, drop
 
-Small blocks are of 256 KiB, of which one page holds 8; large ones of 4 MiB, a segment each.  The large ones go round: every
-block that is taken was another stream's, or one in 16 was.  So do the small ones until Weir takes a page more for them
-(docs/decisions/0017).  Pools that never cross grow to a block a stream and then always hit; the memory that takes
+Small blocks are of 256 KiB, of which one page holds 8; large ones of 4 MiB, a segment each.  The large ones go round:
+every block that is taken was another stream's, or one in 16 was.  So do the small ones until Weir takes a page more for
+them (docs/decisions/0017).  Pools that never cross grow to a block a stream and then always hit; the memory that takes
 stands in the notes, as `peak_reserved_bytes`.  But for rmm-streams no work is
 queued: the figure is the host's alone.
 """
