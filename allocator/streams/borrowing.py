@@ -6,6 +6,7 @@ Next: registry.py, whose `borrow` makes it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -55,8 +56,7 @@ class Borrowed:
         if line.kind is Kind.LEGACY:
             return LEGACY
         if line.kind is Kind.PER_THREAD:
-            token = getattr(registry.local, "per_thread", None)
-            return PER_THREAD if token is not None and token.line is line else None
+            return _per_thread(registry, line)
         self._owner = owner
         try:
             return _read(owner)
@@ -82,6 +82,76 @@ class Borrowed:
             registry.destroy_handle(dead)
 
 
+class BorrowedEach:
+    """What `Registry.borrow_each` answers.  Used once."""
+
+    __slots__ = ("_lines", "_owned", "_owners", "_pinned", "_registry")
+
+    def __init__(self, registry: Registry, lines: Iterable[Timeline]) -> None:
+        self._registry = registry
+        self._lines = lines
+        self._pinned: list[Timeline] = []
+        self._owned: list[OwnedHandle] = []
+        """Streams of ours that are not destroyed meanwhile."""
+        self._owners: list[object] = []
+        """Foreign objects, held meanwhile."""
+
+    def __enter__(self) -> list[tuple[Timeline, int]]:
+        registry = self._registry
+        if registry.forked:
+            return []
+        found: list[tuple[Timeline, int | None, object]] = []
+        with registry.lock:
+            for line in self._lines:
+                if registry.captures.forbids(line):
+                    continue
+                line.pins += 1
+                self._pinned.append(line)
+                owner = line.owner
+                if isinstance(owner, OwnedHandle):
+                    owner.pins += 1
+                    self._owned.append(owner)
+                    found.append((line, None if owner.closing else owner.handle, None))
+                else:
+                    self._owners.append(owner)
+                    found.append((line, None, owner))
+        try:
+            handles = []
+            for line, handle, owner in found:
+                if line.kind is Kind.LEGACY:
+                    handle = LEGACY
+                elif line.kind is Kind.PER_THREAD:
+                    handle = _per_thread(registry, line)
+                elif owner is not None:
+                    handle = _read(owner)
+                if handle is not None:
+                    handles.append((line, handle))
+            return handles
+        except BaseException:
+            self._give_back()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        registry = self._registry
+        dead = []
+        with registry.lock:
+            for line in self._pinned:
+                line.pins -= 1
+            self._pinned.clear()
+            for owned in self._owned:
+                handle = unpinned(owned)
+                if handle is not None:
+                    dead.append(handle)
+            self._owned.clear()
+        for handle in dead:
+            registry.destroy_handle(handle)
+
+
 def unpinned(owner: OwnedHandle) -> int | None:
     """One thread less is inside a call with the handle; the handle, if it is to be destroyed now.  Under the lock."""
     owner.pins -= 1
@@ -89,6 +159,12 @@ def unpinned(owner: OwnedHandle) -> int | None:
     if owner.closing and not owner.pins:
         dead, owner.handle = owner.handle, None
     return dead
+
+
+def _per_thread(registry: Registry, line: Timeline) -> int | None:
+    """Its handle, in its own thread: in another one it would mean that one's stream (R9)."""
+    token = getattr(registry.local, "per_thread", None)
+    return PER_THREAD if token is not None and token.line is line else None
 
 
 def _read(owner: object) -> int | None:

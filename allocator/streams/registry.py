@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol
 from allocator.devices import LEGACY, PER_THREAD, Capture, Device
 from allocator.errors import DriverError, ForkError, Reentered, StreamCapturing, StreamClosed
 from allocator.events import EventPool, VectorClock
-from allocator.streams.borrowing import Borrowed, unpinned
+from allocator.streams.borrowing import Borrowed, BorrowedEach, unpinned
 from allocator.streams.captures import Capture as GraphCapture
 from allocator.streams.captures import Captures
 from allocator.streams.context import CONTEXT, ContextTimeline
@@ -261,6 +261,10 @@ class Registry:
         """
         return Borrowed(self, line, given, by_program, waits)
 
+    def borrow_each(self, lines: Iterable[Timeline]) -> BorrowedEach:
+        """(stream, handle) of each of them that has one, for the length of a `with`: as `borrow`, under one lock."""
+        return BorrowedEach(self, lines)
+
     def destroy_handle(self, handle: int) -> None:
         """`cuStreamDestroy`."""
         if not self.forked and not self.lost:
@@ -304,11 +308,18 @@ class Registry:
 
     def close_for(self, line: Timeline) -> list[tuple[Timeline, int]]:
         """Close what an answer about `line` will prove: its own seqno; for legacy, every blocking stream's too (R6)."""
+        return self.close_each([line])[0]
+
+    def close_each(self, lines: Iterable[Timeline]) -> list[list[tuple[Timeline, int]]]:
+        """`close_for` of each of them."""
         with self.lock:
-            proves = [line]
-            if line.kind is Kind.LEGACY:
-                proves += [other for other in self.seen() if other.kind.blocking]
-            return [(other, other.close()) for other in proves]
+            points = []
+            for line in lines:
+                proves = [line]
+                if line.kind is Kind.LEGACY:
+                    proves += [other for other in self.seen() if other.kind.blocking]
+                points.append([(other, other.close()) for other in proves])
+            return points
 
     def mark(self, points: Iterable[tuple[Timeline, int]]) -> None:
         """The work up to these points is over: the driver said so after they had been closed."""

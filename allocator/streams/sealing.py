@@ -112,16 +112,35 @@ class Sealing:
         return True
 
     def ask(self, lines: Iterable[Timeline]) -> list[Timeline]:
-        """Those of the streams that `query` finds idle; the context is made current once for all of them."""
+        """Those of the streams that are idle: `query` of each, where what they share is done once.
+
+        All of them are closed before the first is asked: earlier than each needs, and never later (R4).
+        """
         registry = self.registry
+        device = registry.device
         if registry.lost or registry.forked:
             return []
+        idle: list[Timeline] = []
+        proved: list[tuple[Timeline, int]] = []
         try:
-            with registry.device.scope():
-                return [line for line in lines if self.query(line)]
+            with device.scope(), registry.borrow_each(lines) as borrowed:
+                points = registry.close_each([line for line, _ in borrowed])  # before the questions (R4)
+                for (line, handle), closed in zip(borrowed, points, strict=True):
+                    try:
+                        if registry.capturing(handle):
+                            continue
+                        self.counts["event_queries"] += 1
+                        if not device.stream_query(handle):
+                            continue
+                    except DriverError as error:
+                        self.failed_query(line, error)
+                        continue  # an answer of each of the others counts all the same
+                    idle.append(line)
+                    proved += closed
         except DriverError as error:  # the scope itself: the context is gone
             registry.failed(error)
-            return []
+        registry.mark(proved)
+        return idle
 
     def failed_query(self, line: Timeline, error: DriverError, sealed: Sealed | None = None) -> None:
         """An error is never completion (R11): it voids the event, ends the context, or poisons the timeline."""
@@ -271,12 +290,12 @@ class Sealing:
                         for line in registry.seen()
                         if not (idle and (line.kind.blocking or line is registry.legacy))
                     ]
-                need: dict[int, int] = {}
-                for line in lines:
-                    if not context_event and line is not registry.legacy and not line.ended and self.query(line):
-                        continue
-                    with registry.lock:
-                        need[line.number] = line.close_seqno()[0]
+                over: list[Timeline] = []
+                if not context_event:
+                    over = self.ask([line for line in lines if line is not registry.legacy and not line.ended])
+                numbers = {line.number for line in over}
+                with registry.lock:
+                    need = {line.number: line.close_seqno()[0] for line in lines if line.number not in numbers}
         except DriverError as error:  # the scope itself: the context is gone
             registry.failed(error)
             return
@@ -294,10 +313,10 @@ class Sealing:
             with registry.captures.whole_context() as free, device.scope():
                 if not free or registry.capturing(LEGACY):
                     return None
-                for line in lines[:_ASKED]:
-                    with registry.borrow(line) as handle:
-                        if handle is not None and line.kind is not Kind.LEGACY and registry.capturing(handle):
-                            return None
+                few = [line for line in lines[:_ASKED] if line.kind is not Kind.LEGACY]
+                with registry.borrow_each(few) as borrowed:
+                    if any(registry.capturing(handle) for _, handle in borrowed):
+                        return None
                 event = registry.events.take()
                 try:
                     device.ctx_record_event(event)

@@ -13,6 +13,7 @@ from typing import Final
 
 from tests.model.mutants import (
     BORROWED,
+    BORROWED_EACH,
     CACHING,
     MUTANTS,
     ORDER,
@@ -156,6 +157,7 @@ CAPTURE_MUTANTS: Final = (
         "r10_a_stream_about_to_capture_is_asked",
         "scene: a_stream_that_is_about_to_capture",
         (f"{BORROWED}.__enter__", "not self._by_program and registry.captures.forbids(line)", "False"),
+        (f"{BORROWED_EACH}.__enter__", "if registry.captures.forbids(line):", "if False:"),
     ),
     _m(
         "r10_a_stream_about_to_join_is_asked",

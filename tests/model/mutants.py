@@ -94,6 +94,7 @@ POOL = f"{CACHING}.pool:CachingAllocator"
 SEALING = f"{STREAMS}.sealing:Sealing"
 REGISTRY = f"{STREAMS}.registry:Registry"
 BORROWED = f"{STREAMS}.borrowing:Borrowed"
+BORROWED_EACH = f"{STREAMS}.borrowing:BorrowedEach"
 ORDER = f"{STREAMS}.order:Order"
 TIMELINE = f"{STREAMS}.timeline:Timeline"
 EVENT = f"{STREAMS}.event:Event"
@@ -144,6 +145,12 @@ MUTANTS: Final = (
         "r2_a_busy_stream_is_taken_for_idle",
         "waits: alloc 0 1; free 0; alloc 1 1",
         (f"{SEALING}.query", "if not device.stream_query(handle):", "if device.stream_query(handle) is None:"),
+        (f"{SEALING}.ask", "if not device.stream_query(handle):", "if device.stream_query(handle) is None:"),
+    ),
+    _m(
+        "r2_all_are_closed_after_they_were_asked",
+        "pair: r2_a_free_while_its_stream_is_asked_by_a_request",
+        (f"{SEALING}.ask", "proved += closed", "proved += registry.close_for(line)"),
     ),
     _m(
         "r2_a_stream_that_ends_is_over",
@@ -348,15 +355,15 @@ MUTANTS: Final = (
     _m(
         "r6_legacy's_yes_proves_non_blocking_streams",
         "waits-legacy: alloc 0 1; alloc 2 1; free 1; tick; free 0; query 0; alloc 1 1",
-        (f"{REGISTRY}.close_for", "if other.kind.blocking]", "if other is not line]"),
+        (f"{REGISTRY}.close_each", "if other.kind.blocking]", "if other is not line]"),
     ),
     _m(
         "r6_a_query_of_a_blocking_stream_proves_legacy",
         "waits-legacy: alloc 0 1; free 0; query 1; alloc 2 1",
         (
-            f"{REGISTRY}.close_for",
+            f"{REGISTRY}.close_each",
             "if line.kind is Kind.LEGACY:",
-            "if line.kind.blocking:\n            proves += [self.legacy]\n        if line.kind is Kind.LEGACY:",
+            "if line.kind.blocking:\n                proves += [self.legacy]\n            if line.kind is Kind.LEGACY:",
         ),
     ),
     _m(
@@ -419,7 +426,11 @@ MUTANTS: Final = (
         "r9_handle_2_sealed_by_another_thread",
         "waits-threads: alloc 1 1; free 0; alloc 2 1",
         (f"{REGISTRY}.reachable", "token is not None and token.line is line", "True"),
-        (f"{BORROWED}.__enter__", "PER_THREAD if token is not None and token.line is line else None", "PER_THREAD"),
+        (
+            f"{STREAMS}.borrowing:_per_thread",
+            "PER_THREAD if token is not None and token.line is line else None",
+            "PER_THREAD",
+        ),
     ),
     _m(
         "r9_a_handle_used_after_its_stream_was_destroyed",
@@ -447,6 +458,7 @@ MUTANTS: Final = (
         "r10_a_capturing_stream_is_asked",
         "scene: a_stream_that_captures",
         (f"{SEALING}.query", "if registry.capturing(handle):", "if False:"),
+        (f"{SEALING}.ask", "if registry.capturing(handle):", "if False:"),
     ),
     _m(
         "r11_an_error_is_completion",
@@ -454,6 +466,11 @@ MUTANTS: Final = (
         (
             f"{SEALING}.query",
             "self.failed_query(line, error)\n            return False",
+            "self.failed_query(line, error)",
+        ),
+        (
+            f"{SEALING}.ask",
+            "self.failed_query(line, error)\n                    continue",
             "self.failed_query(line, error)",
         ),
     ),

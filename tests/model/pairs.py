@@ -198,6 +198,13 @@ PAIRS: Final = (
         "into 8 1 1; into 9 2 1",
     ),
     Pair(
+        "r2_a_free_while_its_stream_is_asked_by_a_request",
+        "into 0 0 1; into 3 0 1; free 3; idle",
+        "into 2 2 1",
+        "use 0 0; free 0; stats",
+        "into 8 1 1; into 9 2 1",
+    ),
+    Pair(
         "r2_a_free_while_its_stream_is_waited_for",
         "into 0 0 1; into 1 1 1; free 1",
         "sync 0",
