@@ -101,8 +101,8 @@ class OwnedLock:
         return self.acquire()
 
 
-def inner_of(lock: LockLike | AbstractContextManager[bool]) -> tuple[AbstractContextManager[bool], Callable[[], bool]]:
-    """(what to enter, what tells whether this thread is inside already): for the hot path."""
+def inner_of(lock: LockLike) -> tuple[LockLike | InnerLock, Callable[[], bool]]:
+    """(what to take and give back, what tells whether this thread is inside already): for the hot path."""
     if isinstance(lock, OwnedLock):
         return lock.inner, lock.inner._is_owned
     if isinstance(lock, GilLock):
