@@ -39,7 +39,7 @@ Who would have to grow seals at once, whatever the count (R13)."""
 SHARE: Final = 8
 """That part of what is reserved, freed since the streams were last sealed, is worth a mark when the host has waited."""
 LEAST_SHARE: Final = 16 * MIB
-RESTING: Final = 8
+RESTING: Final = 32
 """So many times the frees, at most, while every allocation finds its stream's own memory: nobody asks for others'."""
 
 
