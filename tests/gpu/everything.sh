@@ -4,7 +4,7 @@
 #   tests/gpu/everything.sh OUT [PART ...]      parts: tests cupy programs bench stress churn   (default: all, in this order)
 #
 # tests     pytest tests/gpu, with a million allocations in CuPy's canary, and the conformance suite
-# cupy      CuPy's own tests on its own pool and on Weir; CUPY_SDIST names cupy-*.tar.gz, else this part is left out
+# cupy      CuPy's own tests on its own pool and on Weir, group by group; CUPY_SDIST names cupy-*.tar.gz, else this part is left out
 # programs  whole CuPy programs on several streams: memory reserved and throughput, by pool
 # bench     weir bench --table: the aims for speed
 # stress    weir stress --soak, 20 minutes unless STRESS_SECONDS says otherwise
@@ -52,9 +52,21 @@ for name; do
         echo "== cupy: left out; set CUPY_SDIST to CuPy's source archive"
         continue
       fi
-      part cupy-suite-memory "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" --memory --reports "$out/suite-memory"
-      part cupy-suite "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" --modes allocator \
-        --reports "$out/suite" --jobs "${JOBS:-8}"
+      # A test that hangs, or crashes, ends alone; one group after the other, so that each is compared by itself.
+      limit=()
+      "$python" -c 'import pytest_timeout' 2>/dev/null && limit=(--timeout 120)
+      suite() { # name, parts and options...
+        local name=$1
+        shift
+        part "cupy-suite-$name" "$python" tests/cupy_suite/compare.py "$CUPY_SDIST" "$@" ${limit[@]+"${limit[@]}"} \
+          --reports "$out/suite-$name" --jobs "${JOBS:-8}"
+      }
+      suite memory --memory
+      suite cuda cuda_tests/test_stream.py cuda_tests/test_graph.py cuda_tests/test_pinned_memory.py \
+        cuda_tests/memory_hooks_tests --modes allocator
+      for group in core_tests indexing_tests sorting_tests statistics_tests fft_tests linalg_tests random_tests; do
+        suite "${group%_tests}" "$group" --modes allocator
+      done
       ;;
     programs)
       part rounds "$python" -m allocator.stress.benchmarks.cupy_streams rounds --turns "${TURNS:-5}" --json "$out/rounds.jsonl"
