@@ -25,6 +25,15 @@ NOT_FIELDS: Final = frozenset({"WEIR_AUTOINSTALL", "WEIR_COMPILE"})
 _SIZES: Final = frozenset(
     {"limit", "max_in_flight", "small_page", "large_page", "small_request", "seal_bytes", "apart_bytes"}
 )
+_SWITCHES: Final = (
+    "detect_captures",
+    "context_events",
+    "canary",
+    "move_pages",
+    "release_on_demand",
+    "wait_on_demand",
+    "collect_on_demand",
+)
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -130,6 +139,10 @@ class Config:
             raise ValueError(f"small_request must lie between {QUANTUM} and small_page, got {self.small_request}")
         if not isinstance(self.fit_slack, int) or not 0 <= self.fit_slack <= 100:
             raise ValueError(f"fit_slack must be a whole number of percent between 0 and 100, got {self.fit_slack!r}")
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "context_events"):
+                raise TypeError(f"{name} must be True or False, not {value!r}")
         if self.seal_frees < 1 or self.seal_bytes < 1:
             raise ValueError("seal_frees and seal_bytes must be at least 1")
         if isinstance(self.wait_timeout, bool) or not isinstance(self.wait_timeout, (int, float)):

@@ -82,6 +82,10 @@ def test_a_value_out_of_range_is_one_clear_value_error(field: str, value: Any) -
         ("seal_frees", None),
         ("wait_timeout", "1"),
         ("wait_timeout", True),
+        ("detect_captures", 1.0),
+        ("canary", 1),
+        ("move_pages", None),
+        ("context_events", "yes"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_one_clear_type_error(field: str, value: Any) -> None:

@@ -137,6 +137,7 @@ def test_what_is_named_exists(page: Path) -> None:
     assert list(wrong_names(page)) == []
 
 
+@pytest.mark.source
 def test_a_name_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("`test_r99_no` `r1_no` `allocator/no.py` `Timeline.no` `Timeline.publish` `Frees.queue` `no/prose`")

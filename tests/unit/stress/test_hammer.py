@@ -196,7 +196,7 @@ def test_a_careless_pool_is_caught_and_a_short_program_is_left(tmp_path: Path, m
     outcome = failing(a_plan("many-users", workers=1, operations=120, seed=3))
     assert outcome.violation is not None and outcome.violation.kind == "race"
     told: list[int] = []
-    recording = shrink(outcome, progress=told.append)
+    recording = shrink(outcome, patience_s=600, progress=told.append)
     assert recording.setting.alone and recording.wrong.startswith("race: ")
     assert len(recording.steps) <= 12 and told[-1] == len(recording.steps)
     assert breach(recording.steps) is None
@@ -249,7 +249,7 @@ def test_a_check_that_fails_is_shrunk_to_the_operation_that_breaks_it(monkeypatc
     monkeypatch.setattr("allocator.stress.player.TRY_AGAIN_S", 0)
     outcome = failing(a_plan("steady", workers=1, operations=30))
     assert outcome.violation is not None and outcome.violation.kind == "check"
-    recording = shrink(outcome)
+    recording = shrink(outcome, patience_s=600)
     assert recording.setting.alone and "three frees are too many" in recording.wrong
     assert [step.op.verb for step in recording.steps].count("alloc") == 3
     assert len(recording.steps) <= 6
