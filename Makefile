@@ -14,7 +14,7 @@ run: $(READY)
 	@mkdir -p out
 	$(BIN)/weir replay $(SAMPLE) --plot $(PICTURE)
 
-test: lint types unit
+test: lint types unit compiled
 
 # ruff does not follow links, so the folders metrics and stress are named; mypy does, and knows them
 # as allocator.metrics and allocator.stress.
@@ -25,9 +25,11 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy $(CODE)
 
-# What measures coverage runs two to three times as slow, so only the tests that are to cover the code are measured.
-MEASURED := tests/conformance tests/scenarios tests/unit
-OTHERS := tests/browser tests/faults tests/fuzz tests/gpu tests/model tests/prometheus
+# What measures coverage runs two to three times as slow, so only the tests that are to cover the code are measured, and
+# of those not the few that do the same thing very often, or in processes of their own.
+MEASURED := tests/scenarios tests/unit
+LONG := tests/scenarios/test_running_for_ever.py tests/unit/stress/benchmarks/test_on_gpu.py tests/unit/test_packaging.py
+OTHERS := $(LONG) tests/browser tests/conformance tests/faults tests/fuzz tests/gpu tests/model tests/prometheus
 # They decide which thread takes the next step: in a process where a server of another test runs they could not.
 ALONE := tests/schedules
 
@@ -35,7 +37,8 @@ ALONE := tests/schedules
 WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null) && echo $$((2 * n)) || echo auto)
 
 unit: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --cov --cov-report=term --cov-report=json:coverage.json $(MEASURED)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --cov --cov-report=term --cov-report=json:coverage.json \
+	  $(MEASURED) $(LONG:%=--ignore=%)
 	$(BIN)/python -m tests.coverage_check coverage.json --lines 97 --branches 92
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(OTHERS)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ALONE)
