@@ -47,7 +47,7 @@ unit: $(READY)
 ONLY := tests/conformance tests/scenarios tests/unit/blocks tests/unit/caching tests/unit/events \
   tests/unit/integrations tests/unit/streams tests/unit/test_allocation.py tests/unit/test_collector.py
 compiled: $(READY)
-	$(BIN)/python tests/compiled.py --numprocesses $(WORKERS) -q $(ONLY)
+	$(BIN)/python tests/compiled.py --numprocesses $(WORKERS) -q $(ONLY) $(LONG:%=--ignore=%)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
