@@ -148,6 +148,10 @@ class Ladder:
         self._accounts.hand_out(block, request.requested, reuse)
 
     def _apart_pays(self) -> bool:
+        """Is a page of new memory the cheaper choice, and allowed?  Under the lock."""
+        bound = self._config.max_in_flight  # above it, growing comes after waiting (R13)
+        if bound and self._accounts.in_flight() > bound:
+            return False
         return self.apart.pays(self._growth.limit, self._accounts.reserved)
 
     def _grow_apart(self, request: Request) -> Block | None:

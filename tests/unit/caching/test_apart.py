@@ -13,10 +13,12 @@ from tests.unit.caching.conftest import MIB, MakePool
 KIB = 1 << 10
 
 
-def go_round(pool: CachingAllocator, streams: list[Stream], times: int, size: int = 256 * KIB) -> None:
+def go_round(
+    pool: CachingAllocator, streams: list[Stream], times: int, size: int = 256 * KIB, *, assumed: bool = True
+) -> None:
     """Stream after stream takes a block and drops it."""
     for n in range(times):
-        pool.allocate(size, streams[n % len(streams)], assumed=True).close()
+        pool.allocate(size, streams[n % len(streams)], assumed=assumed).close()
         pool.check()
 
 
@@ -93,6 +95,23 @@ def test_under_a_limit_everything_is_passed_on(gpu: SimDevice, make: MakePool) -
     go_round(pool, [Stream(gpu) for _ in range(16)], 4 * HIRES)
     assert pool.stats().reserved_bytes == 2 * MIB
     assert Config(apart_bytes=0).apart_bytes == 0
+
+
+def test_r13_above_the_bound_on_memory_in_flight_nothing_is_bought(gpu: SimDevice, make: MakePool) -> None:
+    """There it waits first."""
+    pool = make(max_in_flight=MIB)
+    streams = [Stream(gpu) for _ in range(16)]
+    go_round(pool, streams, HIRES - 16, assumed=False)
+    busy = pool.allocate(4 * MIB, streams[0])
+    gpu.launch(streams[0], 10**12, writes=[busy])
+    busy.close()
+    pool.drain_frees()
+    grown = pool.stats().reserved_bytes
+    go_round(pool, streams[1:], 2 * HIRES, assumed=False)
+    assert pool.stats().reserved_bytes == grown
+    gpu.run_until_idle()
+    go_round(pool, streams[1:], 4 * HIRES, assumed=False)
+    assert pool.stats().reserved_bytes == grown + 2 * MIB
 
 
 def test_one_stream_buys_nothing(gpu: SimDevice, make: MakePool) -> None:
