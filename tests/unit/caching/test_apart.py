@@ -99,7 +99,7 @@ def test_under_a_limit_everything_is_passed_on(gpu: SimDevice, make: MakePool) -
 
 def test_r13_above_the_bound_on_memory_in_flight_nothing_is_bought(gpu: SimDevice, make: MakePool) -> None:
     """There it waits first."""
-    pool = make(max_in_flight=MIB)
+    pool = make(max_in_flight=3 * MIB)
     streams = [Stream(gpu) for _ in range(16)]
     go_round(pool, streams, HIRES - 16, assumed=False)
     busy = pool.allocate(4 * MIB, streams[0])
