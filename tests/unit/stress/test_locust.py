@@ -181,11 +181,16 @@ def served() -> Iterator[str]:
 
 
 def test_http_users_ask_weir_serve_for_scrapes_page_and_snapshot() -> None:
+    missing = {"/metrics", "/healthz", "/snapshot"}
     with served() as url:
-        done = run("-u", "6", "-r", "6", "-t", "4s", "--host", url, "ScrapeUser", "PageUser", "SnapshotUser")
-    assert done.returncode == 0, done.stdout + done.stderr
-    for path in ("/metrics", "/healthz", "/snapshot"):
-        assert re.search(rf"^GET +{path} +[1-9]", done.stdout + done.stderr, re.MULTILINE), path
+        for time in ("4s", "20s", "60s"):  # as long as it takes a busy machine to answer each of them once
+            done = run("-u", "6", "-r", "6", "-t", time, "--host", url, "ScrapeUser", "PageUser", "SnapshotUser")
+            assert done.returncode == 0, done.stdout + done.stderr
+            told = done.stdout + done.stderr
+            missing -= {path for path in missing if re.search(rf"^GET +{path} +[1-9]", told, re.MULTILINE)}
+            if not missing:
+                break
+    assert not missing, told
     assert "Weir: " not in done.stderr  # no pool was opened here
 
 
