@@ -14,7 +14,8 @@ run: $(READY)
 	@mkdir -p out
 	$(BIN)/weir replay $(SAMPLE) --plot $(PICTURE)
 
-test: lint types unit compiled
+test: lint types unit
+	$(MAKE) compiled ONLY="tests/conformance tests/unit/caching"
 
 # ruff does not follow links, so the folders metrics and stress are named; mypy does, and knows them
 # as allocator.metrics and allocator.stress.
