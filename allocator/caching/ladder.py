@@ -159,10 +159,14 @@ class Ladder:
         if not request.apart:
             return None
         request.apart = False
-        block = self._growth.grow(request.line, request.size, SMALL, request.assumed)
+        block: Block | None = None
+        try:
+            block = self._growth.grow(request.line, request.size, SMALL, request.assumed)
+        finally:  # the driver may also fail for another reason than lack of memory
+            if block is None:
+                with self._lock:
+                    self.apart.refused()
         if block is None:
-            with self._lock:
-                self.apart.refused()
             return self._look(request)
         self._take_grown(block, request, "apart")
         return block

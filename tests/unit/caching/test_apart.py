@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from allocator import CachingAllocator, Config, SimDevice, Stream
+from allocator import CachingAllocator, Config, DriverError, SimDevice, Stream
 from allocator.caching.apart import HIRES, Apart
 from tests.unit.caching.conftest import MIB, MakePool
 
@@ -138,6 +138,17 @@ def test_a_driver_that_refuses_changes_nothing(gpu: SimDevice, make: MakePool) -
     gpu.clear_faults()
     go_round(pool, streams, 4 * HIRES)
     assert pool.stats().reserved_bytes == 4 * MIB
+
+
+def test_a_driver_that_fails_has_sold_nothing(gpu: SimDevice, make: MakePool) -> None:
+    pool = make()
+    streams = [Stream(gpu) for _ in range(16)]
+    go_round(pool, streams, 8)
+    gpu.fail("cuMemCreate", error="CUDA_ERROR_UNKNOWN")
+    with pytest.raises(DriverError):
+        go_round(pool, streams, 4 * HIRES)
+    assert pool._ladder.apart.bought == 0
+    pool.check()
 
 
 def test_what_was_bought_can_be_trimmed(gpu: SimDevice, make: MakePool) -> None:
