@@ -1,16 +1,20 @@
-"""The pool's lock where the hot path is compiled: taken only where some other code can come in between.
+"""What the interpreter's lock is good for: a few steps that call nothing are one step to all other threads.
 
-Compiled code gives the interpreter's lock to nobody between two of its own steps, so a few steps that call nothing are
-one step to all other threads, and need no lock of ours: only to know that no thread is *inside* the locked section at
-this moment.  `busy` says so.  It is set in the same step in which the lock is taken, and cleared in that in which it is
-given back, because this class is compiled too.  Interpreted, neither is so: there sync.py's `OwnedLock` is used, and
-the hot path takes the lock (docs/decisions/0016).
+CPython gives its lock away, runs signal handlers and, from 3.12 on, collects only where a function begins, after a
+call, and where a loop goes back.  Compiled code does so nowhere between two of its own steps.  So steps that call
+nothing need no lock of ours: only to know that no thread is *inside* the locked section at this moment.  `Inside.busy`
+says so.  A test reads the code of those steps, as the interpreter that runs it has translated them
+(tests/unit/caching/test_steps.py); other interpreters, CPython without that lock, and versions that the test has not
+seen take the lock instead (docs/decisions/0018).
 
+`GilLock` is the pool's lock where it is compiled; interpreted, sync.py's `OwnedLock` is.
 Next: caching/front.py, which asks `busy`.
 """
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -20,16 +24,35 @@ from allocator.errors import REENTERED, Reentered
 
 COMPILED: Final = not __file__.endswith(".py")
 """Does the compiled code of this package run, or its source?"""
+STEPS_HOLD: Final = (
+    sys.implementation.name == "cpython"
+    and (3, 11) <= sys.version_info[:2] <= (3, 14)
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")
+)
+"""Are steps that call nothing one step to all other threads?"""
+
+
+class Inside:
+    """busy: 0 if certainly no thread is inside a locked section that has begun and is not over."""
+
+    __slots__ = ("busy",)
+
+    def __init__(self) -> None:
+        self.busy = 0
 
 
 class GilLock:
-    """What `sync.OwnedLock` is, and says, and raises; with `busy`: how often it is taken now."""
+    """What `sync.OwnedLock` is, and says, and raises.
 
-    __slots__ = ("_inner", "busy")
+    `inside.busy`, how often it is taken now, is set in the same step in which the lock is taken, and cleared in that in
+    which it is given back, because this class is compiled.
+    """
+
+    __slots__ = ("_inner", "inside")
 
     def __init__(self) -> None:
         self._inner: Any = threading.RLock()
-        self.busy = 0
+        self.inside = Inside()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As `threading.Lock.acquire`, but False at once where this thread holds it and does not insist."""
@@ -39,12 +62,12 @@ class GilLock:
             raise Reentered(REENTERED)
         taken: bool = self._inner.acquire(blocking, timeout)
         if taken:
-            self.busy += 1
+            self.inside.busy += 1
         return taken
 
     def release(self) -> None:
         """As `threading.Lock.release`."""
-        self.busy -= 1
+        self.inside.busy -= 1
         self._inner.release()
 
     def held_here(self) -> bool:
@@ -62,5 +85,5 @@ class GilLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.busy -= 1
+        self.inside.busy -= 1
         self._inner.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, Protocol, runtime_checkable
 
 from allocator.allocation import Allocation
@@ -30,7 +29,10 @@ class Holder(Protocol):
 class Home(Protocol):
     """The pool of an `Allocation`, as the allocation sees it."""
 
-    frees: deque[Any]
+    frees: Any
+    """The queue of frees."""
+    lane: Any
+    """The place in front of it, for a free that names no stream (caching/lane.py); None if it has none."""
 
     def declare_use(self, allocation: Holder, stream: object) -> None:
         """`Allocation.record_stream`."""

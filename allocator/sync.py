@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from allocator.errors import REENTERED, Reentered
-from allocator.gil import COMPILED, GilLock
+from allocator.gil import COMPILED, GilLock, Inside
 
 
 class LockLike(AbstractContextManager[bool], Protocol):
@@ -63,12 +63,15 @@ class OwnedLock:
 
     inner: the lock itself, re-entrant, for the one place that cannot afford this class: the hot path, which asks
     `inner._is_owned()` first.
+    inside: busy from when a section begins.  Leaving it is the inner lock's alone, so it stays busy until the hot path,
+    at the end of a section of its own, says that nobody is inside.
     """
 
-    __slots__ = ("__exit__", "inner", "release")
+    __slots__ = ("__exit__", "inner", "inside", "release")
 
     def __init__(self, inner: InnerLock | None = None) -> None:
         self.inner: InnerLock = threading.RLock() if inner is None else inner  # type: ignore[assignment]  # typeshed hides `_is_owned`
+        self.inside = Inside()
         self.__exit__ = self.inner.__exit__
         self.release = self.inner.release
         """As `threading.Lock.release`."""
@@ -81,7 +84,10 @@ class OwnedLock:
                 return False
             raise Reentered(REENTERED)
         try:
-            return inner.acquire(blocking, timeout)
+            taken = inner.acquire(blocking, timeout)
+            if taken:
+                self.inside.busy = 1  # before the section's first step, whoever came in since
+            return taken
         except BaseException:  # a signal handler's, perhaps just after the lock was taken
             if inner._is_owned():
                 inner.release()
@@ -93,21 +99,20 @@ class OwnedLock:
 
     def checked(self) -> AbstractContextManager[bool]:
         """`with lock.checked():` is `with lock:`, for compiled code, which looks for `__exit__` in the type."""
-        if self.inner._is_owned():
-            raise Reentered(REENTERED)
-        return self.inner
+        return self  # `with` finds `__exit__` in the slot
 
     def __enter__(self) -> bool:
         return self.acquire()
 
 
-def inner_of(lock: LockLike) -> tuple[LockLike | InnerLock, Callable[[], bool]]:
-    """(what to take and give back, what tells whether this thread is inside already): for the hot path."""
+def inner_of(lock: LockLike) -> tuple[LockLike | InnerLock, Callable[[], bool], Inside | None]:
+    """(what to take and give back, what tells whether this thread is inside already, and whether any is): for the hot
+    path.  None: there is no telling."""
     if isinstance(lock, OwnedLock):
-        return lock.inner, lock.inner._is_owned
+        return lock.inner, lock.inner._is_owned, lock.inside
     if isinstance(lock, GilLock):
-        return lock, lock.held_here
-    return lock, bool
+        return lock, lock.held_here, lock.inside
+    return lock, bool, None
 
 
 T = TypeVar("T")

@@ -1,8 +1,8 @@
 """Frees: the queue, the stamp, and what happens to a block nobody holds any more.
 
-A free is one atomic append of (block, generation, the stream it names or None): no lock, no driver call, so it may run
-in a finaliser, in any thread, also inside our own locked section (DESIGN 5).  The next public call drains.  A finaliser
-that a garbage collection runs puts the object that held the memory there, in a list: it may yet be in use
+A free is one atomic step, which queues (block, generation, the stream it names or None): no lock, no driver call, so
+it may run in a finaliser, in any thread, also inside our own locked section (DESIGN 5).  The next public call drains.
+A finaliser that a garbage collection runs puts the object that held the memory there, in a list: it may yet be in use
 (collector.py).
 
 A drained block is stamped with (T, T.pending) for every stream T that used it (R3).  Stamping late is safe: it
@@ -25,7 +25,7 @@ from allocator.caching.shelves import Shelves
 from allocator.collector import COLLECTOR
 from allocator.config import Config
 from allocator.events import VectorClock
-from allocator.gil import COMPILED
+from allocator.gil import STEPS_HOLD, Inside
 from allocator.resource import Holder
 from allocator.sizes import MIB
 from allocator.streams import CONTEXT, Registry, Timeline
@@ -62,9 +62,12 @@ _ALONE = references([object()], 0)  # type: ignore[list-item]  # any object will
 class Frees:
     """The free queue of one pool, and the count that tells when to seal."""
 
-    def __init__(self, registry: Registry, shelves: Shelves, accounts: Accounts, config: Config) -> None:
+    def __init__(
+        self, registry: Registry, shelves: Shelves, accounts: Accounts, config: Config, inside: Inside | None = None
+    ) -> None:
         self._registry = registry
         self._order = registry.order
+        self._context = registry.context
         self._shelves = shelves
         self._accounts = accounts
         self._seal_frees = config.seal_frees
@@ -75,7 +78,10 @@ class Frees:
         self._missing = False
         """Has an allocation missed the bins since the streams were last sealed?"""
         self._seal_bytes = config.seal_bytes
-        self.lane = Lane() if COMPILED else None
+        self.inside: Inside = Inside() if inside is None else inside
+        """Of the pool's lock."""
+        self.lane = Lane() if STEPS_HOLD and inside is not None else None
+        """None where steps do not hold, or nobody tells who is inside (gil.py)."""
         self.queue: Any = FreeQueue() if self.lane is None else self.lane
         """Of (block, generation, the stream it names, or what may yet hold it, or None)."""
         self.limbo: list[Holder] = []
@@ -133,27 +139,48 @@ class Frees:
     def put_down_last(self) -> bool:
         """Put down the one free that lies in the lane; False if that is not all there is to do, and nothing is done.
 
-        Without the lock, by compiled code alone, while nobody is inside (gil.py): so it makes nothing that a collection
-        could be counted for, asks nobody, and looks nothing up.  The rest is `drain`'s.
+        Without the lock, while nobody is inside: one step from where the block is taken to its being put down (gil.py).
+        So it makes nothing that a collection could be counted for, asks nobody, and looks nothing up.  The rest is
+        `drain`'s.
         """
-        lane = self.lane
-        if lane is None or lane.block is None or lane.rest or self.limbo or self.bounded:
+        lane, accounts = self.lane, self._accounts
+        block = lane.block if lane is not None else None
+        if lane is None or block is None or self.limbo or self.bounded:
             return False
-        block = lane.block
         bin_ = block.bin
-        if bin_ is None or not bin_.filled or bin_.owner.ended or block.generation != lane.generation:
+        if bin_ is None or not bin_.filled or bin_.owner.ended:
             return False
-        if bin_.assumed and not self._order.stamped(bin_.owner):  # type: ignore[arg-type]  # owners are timelines
+        owner = bin_.owner
+        stamp = owner.here
+        if bin_.assumed:
+            number, made = owner.number, owner.here_assumed  # type: ignore[attr-defined]  # owners are timelines
+            if made is None or made.at[CONTEXT] != self._context.pending or made.at[number] != stamp.at[number]:
+                return False  # a new one has to be made
+            stamp = made
+        if self.crossing:
+            if (
+                accounts.frees + 1 - self._frees_then >= self._seal_at
+                or accounts.freed_sum + block.requested - self._freed_then >= self._seal_bytes
+            ):
+                return False
+        elif owner is not self._first:
             return False
-        accounts = self._accounts
-        if self.crossing and (
-            accounts.frees + 1 - self._frees_then >= self._seal_at
-            or accounts.freed_sum + block.requested - self._freed_then >= self._seal_bytes
-        ):
+        inside, kept, freed, size, claimed = self.inside, block.generation, block.requested, bin_.size, False
+        if not inside.busy and lane.block is block and lane.generation == kept and not lane.rest: lane.block = None; claimed = True  # noqa: E501, E701, E702  # fmt: skip
+        if not claimed:
             return False
-        self._put_down(block, None)
-        lane.block = None
-        return True
+        block.stamp = stamp
+        accounts.frees += 1
+        accounts.freed_sum += freed
+        accounts.allocated = allocated = accounts.allocated - size
+        if allocated < accounts.low:
+            accounts.low = allocated
+        if bin_.filled: block.generation = kept + 1; bin_.blocks.append(block); return True  # noqa: E701, E702  # fmt: skip
+        accounts.frees -= 1
+        accounts.freed_sum -= freed
+        accounts.allocated += size
+        self.queue.append((block, kept, None))  # the bin is to be noted first
+        return False
 
     def drain_some(self, most: int) -> None:
         """Stamp and put down the oldest of the queued blocks, `most` at most; for readings, whose work is bounded.

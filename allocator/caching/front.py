@@ -30,15 +30,16 @@ class Front:
         "_accounts",
         "_assumed",
         "_assumes",
+        "_clears",
         "_declared",
         "_declares",
         "_enter",
         "_frees",
-        "_gil",
         "_inside",
         "_lane",
         "_leave",
         "_queue",
+        "_told",
         "announce",
         "careful",
     )
@@ -51,11 +52,12 @@ class Front:
         accounts: Accounts,
         uses: bool | None,
     ) -> None:
-        section, inside = inner_of(lock)
-        self._gil = lock if isinstance(lock, GilLock) else None
+        section, inside, self._told = inner_of(lock)
         self._enter: Any = section.acquire
         self._leave: Any = section.release
         self._inside: Any = inside
+        self._clears = not isinstance(lock, GilLock)
+        """Leaving the section does not say that nobody is inside: say it here."""
         self._accounts = accounts
         self._frees = frees
         self._queue: Any = frees.queue
@@ -91,20 +93,98 @@ class Front:
         """A block of exactly the size asked for that the stream freed before; None: ask `obtain`, also for 0 bytes.
 
         No driver call: where marks are due (R13), `obtain` makes them.
+
+        Without the lock where that can be: a block is taken in one step with the look at `busy`, and nothing from there
+        to the last change gives the interpreter's lock away.  Nor may tracers, who are called between lines, come in
+        before it is taken: hence what stands in one line (gil.py).
         """
+        lane, inside = self._lane, self._told
         if self.careful:
             return None
+        if lane is None or inside is None:
+            return self._locked(nbytes, line, assumed)
         block: Block | None = None
+        size = (nbytes + 511) & -512
+        accounts = self._accounts
+        bin_: Bin | None
         try:
-            gil = self._gil
-            if gil is not None and gil.busy == 0:  # nobody is inside, and nobody can be before `_hit` is over
-                block = self._hit(nbytes, line, assumed, False)
-                if block is not None:
+            last = lane.block
+            if last is not None:
+                bin_ = last.bin
+                if (
+                    bin_ is not None
+                    and bin_.size == size
+                    and bin_.owner is line
+                    and bin_.assumed == (self._assumes if assumed else self._declares)
+                    and bin_.open
+                    and not line.ended
+                ):
+                    kept = last.generation
+                    if not inside.busy and lane.block is last and lane.generation == kept and not lane.rest: lane.block = None; block = last  # noqa: E501, E701, E702  # fmt: skip
+                    if block is None:
+                        return self._locked(nbytes, line, assumed)
+                    # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
+                    # nobody else sees a stamp, and no seqno is due for it.
+                    low = accounts.allocated - size
+                    accounts.freed_sum += block.requested
+                    accounts.frees += 1
+                    block.generation = kept + 1
+                    block.requested = nbytes
+                    bin_.hits += 1
+                    accounts.requested_sum += nbytes
+                    if low < accounts.low:
+                        accounts.low = low
                     return block
-            if self._inside():
-                return None
+                if not self._frees.put_down_last():
+                    return self._locked(nbytes, line, assumed)
+            sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
+            bin_ = sizes.by_size.get(size) if sizes is not None else None
+            if bin_ is not None:
+                blocks = bin_.blocks
+                if not inside.busy and blocks and not lane.rest: block = blocks[-1]; del blocks[-1]  # noqa: E701, E702  # fmt: skip
+                if block is not None:
+                    bin_.hits += 1
+                    block.requested = nbytes
+                    accounts.requested_sum += nbytes
+                    accounts.allocated = allocated = accounts.allocated + size
+                    if allocated > accounts.high:
+                        accounts.high = allocated
+                    return block
+            return self._locked(nbytes, line, assumed)
+        except BaseException:
+            if block is not None:
+                self._queue.append((block, block.generation, None))
+            raise
+
+    def _locked(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
+        """The same under the lock, so that what others have freed can be put down first; None if marks are due then.
+
+        Between the first change and the last nothing is called: Ctrl-C comes before or after.
+        """
+        if self._inside():
+            return None
+        block: Block | None = None
+        told = self._told
+        try:
             self._enter()  # not `with`: that costs twice as much where this is interpreted
-            block = self._hit(nbytes, line, assumed, True)
+            if told is not None:
+                told.busy = 1
+            if not (self._queue and self._frees.drain()):
+                size = (nbytes + 511) & -512
+                sizes = (self._assumed if assumed else self._declared).get(line)
+                bin_ = sizes.by_size.get(size) if sizes is not None else None
+                if bin_ is not None and bin_.blocks:
+                    blocks, accounts = bin_.blocks, self._accounts
+                    block = blocks[-1]
+                    del blocks[-1]
+                    bin_.hits += 1
+                    block.requested = nbytes
+                    accounts.requested_sum += nbytes
+                    accounts.allocated = allocated = accounts.allocated + size
+                    if allocated > accounts.high:
+                        accounts.high = allocated
+            if told is not None and self._clears:
+                told.busy = 0
             self._leave()
         except BaseException:
             if self._inside():
@@ -112,92 +192,4 @@ class Front:
             if block is not None:
                 self._queue.append((block, block.generation, None))
             raise
-        return block
-
-    def _hit(self, nbytes: int, line: Timeline, assumed: bool, locked: bool) -> Block | None:
-        """What was freed last, or what lies in the bin; None if it is neither.
-
-        locked: under the pool's lock, so that what others have freed can be put down first; None if marks are due then.
-        Between the first change and the last nothing is called that runs interpreted code or waits: to other threads it
-        is one step where it is compiled, and Ctrl-C comes before or after it where it is not.
-        """
-        size = (nbytes + 511) & -512
-        bin_: Bin
-        last: Block | None = None
-        lane = self._lane
-        if lane is not None and lane.block is not None:
-            block = lane.block
-            home = block.bin
-            if (
-                home is not None
-                and home.size == size
-                and home.owner is line
-                and home.assumed == (self._assumes if assumed else self._declares)
-                and home.open
-                and block.generation == lane.generation
-                and not line.ended
-                and not lane.rest
-            ):
-                last, bin_ = block, home
-        if last is None:
-            if not locked and lane is not None and lane.block is not None and not self._frees.put_down_last():
-                return None
-            sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
-            if sizes is None:
-                return None
-            found = sizes.by_size.get(size)
-            if found is None:
-                return None
-            bin_ = found
-            queue = self._queue
-            if queue:
-                entry: tuple[Block, int, object] = queue[0]
-                block, generation, named = entry
-                if (
-                    block.bin is bin_
-                    and named is None
-                    and block.generation == generation
-                    and len(queue) == 1
-                    and not line.ended
-                ):
-                    last = block
-                elif not locked or self._frees.drain():
-                    return None
-        if last is not None:
-            # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
-            # nobody else sees a stamp, and no seqno is due for it.
-            accounts = self._accounts
-            low = accounts.allocated - size
-            freed = last.requested
-            generation = last.generation
-            last.generation = generation + 1
-            last.requested = nbytes
-            bin_.hits += 1
-            accounts.frees += 1
-            accounts.freed_sum += freed
-            accounts.requested_sum += nbytes
-            if low < accounts.low:
-                accounts.low = low
-            if lane is not None and lane.block is last:
-                lane.block = None
-                return last
-            try:
-                self._queue.popleft()
-            except BaseException:  # Ctrl-C, just after it: what is queued names a generation that has passed
-                self._queue.append((last, generation + 1, None))
-                raise
-            return last
-        blocks = bin_.blocks
-        if not blocks:
-            return None
-        accounts = self._accounts
-        block = blocks[-1]
-        del blocks[-1]
-        bin_.hits += 1
-        block.requested = nbytes
-        accounts.requested_sum += nbytes
-        allocated = accounts.allocated + size
-        accounts.allocated = allocated
-        if allocated > accounts.high:
-            accounts.high = allocated
         return block

@@ -1,19 +1,20 @@
-"""The free queue where the hot path is compiled: a deque, with a place in front for the one free that is mostly there.
+"""The free queue: a deque, with a place in front for the one free that is mostly there.
 
 What was freed last is mostly what is asked for next (front.py).  Such a free is two fields here, and nothing is made
-for it: no tuple, no number of Python's.  The place is taken only while the deque is empty, so it is the oldest free.
+for it: no tuple, and compiled no number of Python's.  The place is taken only while the deque is empty, so it is the
+oldest free.
 
-Rule: what `put` and front.py do with the place calls nothing that runs interpreted code, so that it is one step to all
-other threads and to Ctrl-C.  That holds where this class is compiled; the source uses a plain deque (sync.FreeQueue).
-Next: frees.py, which empties it.
+Rule: whoever looks whether the place is free, or what is in it, and changes it, does both in one line that calls
+nothing, so that it is one step to all other threads, to Ctrl-C, and to tracers, who are called between lines (gil.py).
+Where steps do not hold, the queue is a plain deque (sync.FreeQueue).  Next: frees.py, which empties it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from allocator import sync
 from allocator.blocks import Block
 
 
@@ -26,16 +27,13 @@ class Lane:
         self.block: Block | None = None
         """The oldest free, of `generation`, which names no stream; None: the place is free."""
         self.generation = 0
-        self.rest: Any = deque()
+        self.rest: Any = sync.FreeQueue()
         """All others, oldest first."""
 
     def put(self, block: Block, generation: int) -> None:
-        """Queue the free of a block, in this generation, that names no stream."""
-        if self.block is None and not self.rest:
-            self.generation = generation
-            self.block = block
-        else:
-            self.rest.append((block, generation, None))
+        """Queue the free of a block, in this generation, that names no stream.  Finalisers have this inline."""
+        if self.block is None and not self.rest: self.generation = generation; self.block = block; return  # noqa: E701, E702  # fmt: skip
+        self.rest.append((block, generation, None))
 
     def _line_up(self) -> None:
         """Move what is in the place to the front of the deque."""
@@ -45,15 +43,12 @@ class Lane:
                 return
             generation = self.generation
             entry = (block, generation, None)  # may start a collection, whose finalisers queue, and other threads
-            if self.block is block and self.generation == generation:
-                self.block = None
-                self.rest.appendleft(entry)
+            if self.block is block and self.generation == generation: self.block = None; self.rest.appendleft(entry)  # noqa: E701, E702  # fmt: skip
 
     def append(self, entry: Any) -> None:
         """As `deque.append`."""
-        if self.block is None and not self.rest and isinstance(entry, tuple) and entry[2] is None:
-            self.generation = entry[1]
-            self.block = entry[0]
+        if isinstance(entry, tuple) and entry[2] is None:
+            self.put(entry[0], entry[1])
         else:
             self.rest.append(entry)
 

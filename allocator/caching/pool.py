@@ -53,7 +53,7 @@ from allocator.streams import (
     destroy_orphans,
     target,
 )
-from allocator.sync import make_lock, shield, shielded
+from allocator.sync import inner_of, make_lock, shield, shielded
 
 _log = logging.getLogger("allocator")
 _numbers = itertools.count()
@@ -94,7 +94,7 @@ class CachingAllocator:
         checked = self.config.canary
         self._shelves = (CheckedShelves if checked else Shelves)(self._heap, self._registry, self.config)
         self._accounts = Accounts(self._heap, self._shelves)
-        self._frees = Frees(self._registry, self._shelves, self._accounts, self.config)
+        self._frees = Frees(self._registry, self._shelves, self._accounts, self.config, inner_of(self._lock)[2])
         self._listed = False
         """On the reaper's list."""
         self._growth = (CheckedGrowth if checked else Growth)(
@@ -126,9 +126,9 @@ class CachingAllocator:
         )
         self._canary = self._make_canary()
         self.frees: Any = self._frees.queue
-        """Where allocations queue their frees: one atomic append each."""
+        """Where allocations queue their frees: one atomic step each."""
         self.lane = self._frees.lane
-        """The same, where the hot path is compiled: for frees that name no stream."""
+        """The same, for frees that name no stream; None where `frees` has no lane."""
         self._uses = None if self.config.uses == "auto" else self.config.uses == "assumed"
         self.front = Front(self._lock, self._shelves, self._frees, self._accounts, self._uses)
         """The hot path, for integrations that know the stream's timeline already."""
@@ -829,6 +829,7 @@ class _Nowhere:
 
     def __init__(self) -> None:
         self.frees: Any = deque(maxlen=0)
+        self.lane = None
 
     def declare_use(self, allocation: Holder, stream: object) -> None:
         """Nothing is in use."""

@@ -80,13 +80,6 @@ class Order:
             seal = self._context.seal_for(seqno)
             return seal is not None and satisfied(seal.need, line.clock, self._lines, line.number)
 
-    def stamped(self, line: Timeline) -> bool:
-        """Is the stamp of a free now, with users that are only assumed, made already?  Then `stamp` makes nothing."""
-        stamp = line.here_assumed
-        if stamp is None:
-            return False
-        return stamp.at[CONTEXT] == self._context.pending and stamp.at[line.number] == line.here.at[line.number]
-
     def stamp(self, line: Timeline, assumed: bool) -> VectorClock:
         """The stamp of a free now, on `line` alone; one shared object until a seqno is closed.  No lock."""
         if not assumed:

@@ -87,6 +87,7 @@ def _m(name: str, catch: str, *changes: tuple[str, str, str]) -> Mutant:
 
 FREES = f"{CACHING}.frees:Frees"
 FRONT = f"{CACHING}.front:Front"
+LANE = f"{CACHING}.lane:Lane"
 SHELVES = f"{CACHING}.shelves:Shelves"
 LADDER = f"{CACHING}.ladder:Ladder"
 GROWTH = f"{CACHING}.growth:Growth"
@@ -369,12 +370,12 @@ MUTANTS: Final = (
     _m(
         "r7_what_was_freed_last_goes_to_whoever_asks",
         "bins: alloc 1 0; free 0; alloc 0 0; free 1; alloc 1 0",
-        (f"{FRONT}._hit", "block.bin is bin_", "True"),
+        (f"{FRONT}.acquire", "and bin_.owner is line", "and True"),
     ),
     _m(
         "r3_what_was_freed_last_goes_back_past_the_stream_that_the_free_names",
         "named: alloc 0 1; wait_stream 1 0; free_on 0 1; alloc 0 1",
-        (f"{FRONT}._hit", "and named is None", "and True"),
+        (f"{LANE}.append", "and entry[2] is None", "and True"),
     ),
     _m(
         "r7_a_bin_ignores_the_stamp",

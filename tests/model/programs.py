@@ -305,7 +305,10 @@ class Player(Base):
         self.answers.clear()
         pool, gpu = self.pool, self.gpu
         try:
-            self.play(program)
+            for step in program:
+                self.play((step,))
+                for one in getattr(self, "pools", (pool,)):  # one thread, between two calls: nobody is (gil.py)
+                    one._frees.inside.busy = 0
             pool.check()
             wrong = self.wrong()
             if wrong is not None:

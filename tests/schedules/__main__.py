@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", metavar="DECISION:THREAD ...", help="one plan, again")
     parser.add_argument("--collect", type=int, nargs="*", default=(), metavar="PLACE", help="with --plan")
     parser.add_argument("--after-release", action="store_true", help="with --plan, where the message says so")
+    parser.add_argument(
+        "--lane", action="store_true", help="hits take no lock: with --switches; with --plan, where the message says so"
+    )
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in BY_NAME]
     if unknown:
@@ -82,7 +85,7 @@ def _outcomes(play: Play, options: argparse.Namespace, plays: int) -> Iterator[O
     if options.garbage:
         yield from collect(play)
     if options.switches is not None:
-        yield from explore(play, options.switches, options.part)
+        yield from explore(play, options.switches, options.part, lane=options.lane)
     if options.seeds is not None:
         for seed in range(options.first_seed, options.first_seed + max(1, options.seeds // plays)):
             yield by_seed(play, seed)
@@ -102,7 +105,7 @@ def _replay(options: argparse.Namespace) -> int:
         print("--plan goes with one program", file=sys.stderr)
         return 2
     plan = {int(decision): int(thread) for decision, thread in (pair.split(":") for pair in options.plan.split())}
-    scheduler = Scheduler(after_release=options.after_release)
+    scheduler = Scheduler(after_release=options.after_release, lane=options.lane)
     outcome = run(BY_NAME[options.names[0]], plan, tuple(options.collect), scheduler)
     print("\n".join(scheduler.trace))
     print(outcome.wrong or "nothing went wrong")

@@ -34,10 +34,12 @@ class Outcome:
     refused: int = 0
     finalised: int = 0
     after_release: bool = False
+    lane: bool = False
 
     def __str__(self) -> str:
         at = f" --collect {' '.join(map(str, self.collect))}" if self.collect else ""
         at += " --after-release" if self.after_release else ""
+        at += " --lane" if self.lane else ""
         plan = " ".join(f"{decision}:{thread}" for decision, thread in sorted(self.plan.items()))
         return f"{self.wrong}\nagain: python -m tests.schedules {self.play.name} --plan '{plan}'{at}"
 
@@ -76,6 +78,7 @@ def run(
             actor.refused,
             actor.finalised,
             scheduler.after_release,
+            scheduler.lane,
         )
 
 
@@ -116,11 +119,12 @@ def _end(play: Play, actor: Actor) -> str | None:
     return actor.wrong()
 
 
-def explore(play: Play, most: int, part: tuple[int, int] = (1, 1)) -> Iterator[Outcome]:
+def explore(play: Play, most: int, part: tuple[int, int] = (1, 1), *, lane: bool = False) -> Iterator[Outcome]:
     """Every plan of up to `most` switches that the program did not have to make, each once, the fewest first.
 
     part: (k, n) for the k-th of n parts, which have no plan in common and are all of them together.  They are cut by
     the first switch: plans that share it are in one part, and the plan without a switch is in the first.
+    lane: where steps hold, so that hits take no lock (gil.py).
 
     Nothing is left out.  To try one only of several orders that differ in steps which do not touch the same lock, queue
     or driver would save less than half of them (docs/testing.md).
@@ -128,7 +132,7 @@ def explore(play: Play, most: int, part: tuple[int, int] = (1, 1)) -> Iterator[O
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
     todo: deque[tuple[dict[int, int], list[tuple[int, ...]]]] = deque()
     """Plans that have been played, and the alternatives there were: those of one switch more are made when needed."""
-    outcome = run(play)
+    outcome = run(play, scheduler=Scheduler(lane=lane))
     if part[0] == 1:
         yield outcome
     if most:
@@ -138,7 +142,7 @@ def explore(play: Play, most: int, part: tuple[int, int] = (1, 1)) -> Iterator[O
         first = max(plan, default=-1) + 1
         longer = ({**plan, at: thread} for at in range(first, len(decisions)) for thread in decisions[at])
         for child in longer if plan else islice(longer, part[0] - 1, None, part[1]):
-            outcome = run(play, child)
+            outcome = run(play, child, scheduler=Scheduler(lane=lane))
             yield outcome
             if len(child) < most:
                 todo.append((child, [same.setdefault(others, others) for others in outcome.decisions]))
@@ -150,11 +154,14 @@ def sample(play: Play, seeds: Collection[int]) -> Iterator[tuple[int, Outcome]]:
         yield seed, by_seed(play, seed)
 
 
-def by_seed(play: Play, seed: int) -> Outcome:
-    """The order that a seed stands for."""
+def by_seed(play: Play, seed: int, lane: bool | None = None) -> Outcome:
+    """The order that a seed stands for.  lane: as in `explore`; None for half of the seeds."""
     rng = random.Random(f"{play.name} {seed}")
     chance = (0.03, 0.1, 0.3)[seed % 3]
-    return run(play, scheduler=Scheduler(rng, chance, after_release=seed % 2 == 1))
+    return run(
+        play,
+        scheduler=Scheduler(rng, chance, after_release=seed % 2 == 1, lane=seed % 4 >= 2 if lane is None else lane),
+    )
 
 
 def collect(play: Play, plan: Plan | None = None) -> Iterator[Outcome]:

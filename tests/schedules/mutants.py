@@ -23,9 +23,10 @@ from typing import Any, Final
 from allocator import CachingAllocator, Config, OutOfMemoryError, SimDevice, Stream
 from allocator.sizes import KIB, MIB
 from tests.model.capture_mutants import ALL_MUTANTS, CAPTURING, SETTLING
-from tests.model.mutants import CACHING, FREES, GROWTH, LADDER, POOL, SHELVES, Change, Mutant
+from tests.model.mutants import CACHING, FREES, FRONT, GROWTH, LADDER, POOL, SHELVES, Change, Mutant
 from tests.schedules.explorer import Outcome, by_seed, collect, explore, run
 from tests.schedules.programs import BY_NAME, Play
+from tests.schedules.tracing import nobody_takes_anything_inside
 
 ACCOUNTS = f"{CACHING}.accounting:Accounts"
 REAPER = f"{CACHING}.reaper"
@@ -258,6 +259,7 @@ ACCOUNTS_OF: Final[dict[str, Callable[[], str | None]]] = {
         marks_in_time,
         bins_of_a_stream_that_ends,
         bins_that_nobody_uses,
+        nobody_takes_anything_inside,
     )
 }
 
@@ -274,6 +276,26 @@ MUTANTS: Final = (
     _m("lock_a_snapshot_is_taken_without_it", "seeds: four_and_a_capture_and_an_end", (f"{POOL}.snapshot", *LOCKED)),
     _m("lock_whom_to_ask_is_found_without_it", "seeds: legacy_and_blocking_streams", (f"{SETTLING}.waiting", *LOCKED)),
     _m("lock_settling_drains_without_it", "seeds: four_that_do_everything", (f"{SETTLING}.wait_for_all", *LOCKED)),
+    _m(
+        "lock_a_hit_does_not_look_whether_anybody_is_inside",
+        "account: nobody_takes_anything_inside",
+        (f"{FRONT}.acquire", "if not inside.busy and blocks", "if blocks"),
+    ),
+    _m(
+        "lock_what_was_freed_last_goes_back_while_somebody_is_inside",
+        "account: nobody_takes_anything_inside",
+        (f"{FRONT}.acquire", "if not inside.busy and lane.block", "if lane.block"),
+    ),
+    _m(
+        "lock_a_free_is_put_down_while_somebody_is_inside",
+        "account: nobody_takes_anything_inside",
+        (f"{FREES}.put_down_last", "if not inside.busy and lane.block", "if lane.block"),
+    ),
+    _m(
+        "lock_nobody_hears_that_a_section_has_begun",
+        "account: nobody_takes_anything_inside",
+        (f"{LOCK}.acquire", "self.inside.busy = 1", "pass"),
+    ),
     _m("lock_a_capture_begins_without_it", "seeds: three_and_a_capture", (f"{CAPTURING}.begins", *LOCKED)),
     _m(
         "lock_a_finaliser_comes_back_into_the_locked_section",
@@ -440,7 +462,7 @@ def orders_of(how: str, name: str) -> Iterator[Outcome]:
     elif how == "orders":
         yield from explore(play, 1)
     elif how == "seeds":
-        yield from (by_seed(play, seed) for seed in SEEDS)
+        yield from (by_seed(play, seed, lane=False) for seed in SEEDS)
     else:
         assert how == "garbage", how
         yield from collect(play)

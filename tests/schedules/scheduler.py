@@ -33,6 +33,7 @@ from unittest.mock import patch
 
 from allocator import SimDevice
 from allocator.caching import reaper
+from allocator.caching.front import Front
 from allocator.sync import LockLike, OwnedLock, use_lock_factory
 
 Plan = Mapping[int, int]
@@ -149,7 +150,8 @@ class Leaving(Queue):
 
     def append(self, item: Any, /) -> None:
         """By the run that made the pool."""
-        if self.own is not None and getattr(item.pool.frees, "own", None) is self.own:
+        queue = getattr(item.pool.frees, "rest", item.pool.frees)  # a lane's
+        if self.own is not None and getattr(queue, "own", None) is self.own:
             super().append(item)
         else:
             self._outside.append(item)
@@ -167,9 +169,18 @@ class Scheduler:
 
     rng: goes another way by chance, with `chance` at each decision; what it chose is in `taken`.
     after_release: another thread may also come in right after a lock was released.
+    lane: hits take no lock, and a free is mostly no append (gil.py); else as where steps do not hold.
     """
 
-    def __init__(self, rng: random.Random | None = None, chance: float = 0.1, *, after_release: bool = False) -> None:
+    def __init__(
+        self,
+        rng: random.Random | None = None,
+        chance: float = 0.1,
+        *,
+        after_release: bool = False,
+        lane: bool = False,
+    ) -> None:
+        self.lane = lane
         self._rng = rng
         self._chance = chance
         self.after_release = after_release
@@ -212,7 +223,9 @@ class Scheduler:
             Queue.scheduler = self
             stack.callback(setattr, Queue, "scheduler", None)
             for module, name, value in (
+                ("allocator.caching.frees", "STEPS_HOLD", self.lane),
                 ("allocator.caching.frees", "FreeQueue", Queue),
+                ("allocator.sync", "FreeQueue", Queue),
                 ("allocator.streams.registry", "deque", Queue),
                 ("allocator.streams.captures", "deque", Queue),
                 ("allocator.caching.reaper", "_leaving", Leaving(reaper._leaving)),
@@ -221,9 +234,20 @@ class Scheduler:
             ):
                 __import__(module)
                 stack.enter_context(patch.object(sys.modules[module], name, value))
+            if self.lane:
+                stack.enter_context(patch.object(Front, "acquire", self._before(Front.acquire)))
             use_lock_factory(self.make_lock)
             stack.callback(use_lock_factory, None)
             yield
+
+    def _before(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, with a place before it: inside, there may be none."""
+
+        def inside(*args: Any) -> Any:
+            self.point("acquire")
+            return method(*args)
+
+        return inside
 
     # -- where others may come in -------------------------------------------------------------------
 

@@ -33,10 +33,11 @@ ALL_ORDERS = ("hits_on_one_stream", "statistics", "limits", "frees_that_name_a_s
 AT_EVERY_PLACE = ("inside_allocate", "inside_a_scrape", "inside_trim", "inside_settle", "inside_close")
 
 
+@pytest.mark.parametrize("lane", [False, True], ids=["locked", "lane"])
 @pytest.mark.parametrize("play", [BY_NAME[name] for name in ALL_ORDERS], ids=lambda p: p.name)
-def test_no_order_with_one_switch_goes_wrong(play: Play) -> None:
+def test_no_order_with_one_switch_goes_wrong(play: Play, lane: bool) -> None:
     orders = 0
-    for outcome in explore(play, 1):
+    for outcome in explore(play, 1, lane=lane):
         assert outcome.wrong is None, outcome
         orders += 1
     assert orders > 10
@@ -107,7 +108,7 @@ def threads(scheduler: Scheduler, *bodies: Callable[[], object], plan: dict[int,
 def test_a_plan_repeats_a_run_exactly() -> None:
     for play in (*TWO, *THREE, *FOUR):
         first = by_seed(play, 3)
-        scheduler = Scheduler(after_release=True)
+        scheduler = Scheduler(after_release=first.after_release, lane=first.lane)
         again = run(play, first.plan, scheduler=scheduler)
         assert again.plan == first.plan
         assert again.decisions == first.decisions

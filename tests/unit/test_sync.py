@@ -168,13 +168,25 @@ def test_whoever_holds_a_lock_is_told_so_and_gets_it_no_second_time() -> None:
 
 def test_the_hot_path_enters_the_inner_lock_and_can_ask_whether_it_is_inside() -> None:
     lock = OwnedLock()
-    section, inside = inner_of(lock)
-    assert not inside()
+    section, inside, told = inner_of(lock)
+    assert not inside() and told is lock.inside and not told.busy
     with section:
-        assert inside() and lock.held_here()
-    section, inside = inner_of(cast(LockLike, plain := threading.Lock()))  # one of a test's own, which tells nothing
+        assert inside() and lock.held_here() and not told.busy, "it says so itself"
+    with lock:
+        assert told.busy
+    assert told.busy, "until the hot path says otherwise"
+    told.busy = 0
+    assert lock.acquire() and told.busy
+    lock.release()
+    told.busy = 0
+    with lock.checked():
+        assert told.busy and lock.held_here()
+    assert not lock.held_here()
+    section, inside, told = inner_of(
+        cast(LockLike, plain := threading.Lock())
+    )  # one of a test's own, which tells nothing
     with section:
-        assert plain.locked() and not inside()
+        assert plain.locked() and not inside() and told is None
 
 
 def test_a_program_may_bring_locks_of_its_own() -> None:

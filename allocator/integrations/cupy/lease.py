@@ -42,7 +42,7 @@ class Route:
         self.put_down: Any = pool.frees.append
         """Queues a free: one atomic step."""
         self.lane = pool.lane
-        """Where a free that needs no more than a block and a generation is queued, if the hot path is compiled."""
+        """Where a free that needs no more than a block and a generation is queued, if there is such a place."""
         self.ordinal = pool.device.ordinal
         self.registry = Registry.of(pool.device)
         self.owners = self.registry.owners
@@ -117,8 +117,8 @@ class Lease:
             if HOOKS.seen or COLLECTOR.running:
                 self._give_back(generation, [self] if COLLECTOR.running else None)
             else:
-                lane = self.route.lane
-                if lane is not None:
-                    lane.put(self._block, generation)
-                else:
-                    self.route.put_down((self._block, generation, None))
+                route, block = self.route, self._block
+                lane = route.lane
+                # As `Lane.put`, without a call.
+                if lane is not None and lane.block is None and not lane.rest: lane.generation = generation; lane.block = block; return  # noqa: E501, E701, E702  # fmt: skip
+                route.put_down((block, generation, None))
