@@ -88,6 +88,9 @@ class Frees:
         """What came back while a collection ran, and may yet be in use (collector.py)."""
         self._frees_then = 0
         self._freed_then = 0
+        self._frees_due = self._seal_at
+        self._bytes_due = self._seal_bytes
+        """What `Accounts.frees` and `freed_sum` are when it is time."""
         self.dropped: list[object] = []
         """Foreign stream objects that blocks need no more: to be dropped outside every lock (R9)."""
         self.crossing = False
@@ -143,42 +146,43 @@ class Frees:
         So it makes nothing that a collection could be counted for, asks nobody, and looks nothing up.  The rest is
         `drain`'s.
         """
-        lane, accounts = self.lane, self._accounts
-        block = lane.block if lane is not None else None
-        if lane is None or block is None or self.limbo or self.bounded:
+        lane = self.lane
+        if lane is None or self.limbo or self.bounded:
             return False
-        bin_ = block.bin
-        if bin_ is None or not bin_.filled or bin_.owner.ended:
+        block = lane.block
+        bin_ = block.bin if block is not None else None
+        if block is None or bin_ is None or not bin_.filled:
             return False
         owner = bin_.owner
+        if owner.ended:
+            return False
         stamp = owner.here
         if bin_.assumed:
-            number, made = owner.number, owner.here_assumed  # type: ignore[attr-defined]  # owners are timelines
-            if made is None or made.at[CONTEXT] != self._context.pending or made.at[number] != stamp.at[number]:
+            line: Timeline = owner  # type: ignore[assignment]  # owners are timelines
+            made = line.here_assumed
+            if made is None or made.context != self._context.pending or made.own != line.pending:
                 return False  # a new one has to be made
             stamp = made
+        accounts, inside, kept, freed = self._accounts, self.inside, block.generation, block.requested
         if self.crossing:
-            if (
-                accounts.frees + 1 - self._frees_then >= self._seal_at
-                or accounts.freed_sum + block.requested - self._freed_then >= self._seal_bytes
-            ):
+            if accounts.frees + 1 >= self._frees_due or accounts.freed_sum + freed >= self._bytes_due:
                 return False
         elif owner is not self._first:
             return False
-        inside, kept, freed, size, claimed = self.inside, block.generation, block.requested, bin_.size, False
+        claimed = False
         if not inside.busy and lane.block is block and lane.generation == kept and not lane.rest: lane.block = None; claimed = True  # noqa: E501, E701, E702  # fmt: skip
         if not claimed:
             return False
         block.stamp = stamp
         accounts.frees += 1
         accounts.freed_sum += freed
-        accounts.allocated = allocated = accounts.allocated - size
+        accounts.allocated = allocated = accounts.allocated - bin_.size
         if allocated < accounts.low:
             accounts.low = allocated
         if bin_.filled: block.generation = kept + 1; bin_.blocks.append(block); return True  # noqa: E701, E702  # fmt: skip
         accounts.frees -= 1
         accounts.freed_sum -= freed
-        accounts.allocated += size
+        accounts.allocated += bin_.size
         self.queue.append((block, kept, None))  # the bin is to be noted first
         return False
 
@@ -220,12 +224,10 @@ class Frees:
 
     def _due(self) -> bool:
         """Enough frees or bytes since the last time?  Under pressure always: a late event covers later work as well."""
-        accounts = self._accounts
-        frees = accounts.frees - self._frees_then
-        if not frees:
+        frees, freed_bytes = self._accounts.frees, self._accounts.freed_sum
+        if frees == self._frees_then:
             return False
-        freed_bytes = accounts.freed_sum - self._freed_then
-        return frees >= self._seal_at or freed_bytes >= self._seal_bytes or self.pressed()
+        return frees >= self._frees_due or freed_bytes >= self._bytes_due or self.pressed()
 
     @property
     def heavy(self) -> bool:
@@ -245,12 +247,15 @@ class Frees:
         self._missing = False
         few = max(self._seal_frees, FREES_PER_STREAM * (len(self._registry.lines) - FEW_STREAMS))
         self._seal_at = few * self._rest
+        self._frees_due = self._frees_then + self._seal_at
+        self._bytes_due = self._freed_then + self._seal_bytes
 
     def missed(self) -> None:
         """An allocation looks at what others have freed: mark that as often as is usual again.  Under the lock."""
         self._missing = True
         if self._rest > 1:
             self._seal_at //= self._rest
+            self._frees_due = self._frees_then + self._seal_at
             self._rest = 1
 
     def _met(self, owner: Owner) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from allocator.events import EMPTY, VectorClock
 from allocator.streams.context import CONTEXT, ContextTimeline, satisfied
-from allocator.streams.timeline import Timeline
+from allocator.streams.timeline import AssumedStamp, Timeline
 from allocator.sync import LockLike
 
 
@@ -86,8 +86,8 @@ class Order:
             return line.here
         stamp = line.here_assumed
         here = line.here
-        number = line.number
+        own = here.at[line.number]
         pending = self._context.pending
-        if stamp is None or stamp.at[CONTEXT] != pending or stamp.at[number] != here.at[number]:
-            stamp = line.here_assumed = here.advanced(CONTEXT, pending)
+        if stamp is None or stamp.context != pending or stamp.own != own:
+            stamp = line.here_assumed = AssumedStamp(here, own, CONTEXT, pending)
         return stamp

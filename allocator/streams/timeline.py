@@ -65,6 +65,20 @@ class Sealed:
         self.proves: list[tuple[Timeline, int]] = []
 
 
+class AssumedStamp(VectorClock):
+    """The stamp of a free whose users are the stream and whoever is only assumed (R3): it says its two seqnos itself.
+
+    own: of the stream.  context: of the context.
+    """
+
+    __slots__ = ("context", "own")
+
+    def __init__(self, here: VectorClock, own: int, number: int, context: int) -> None:
+        super().__init__({**here.at, number: context})
+        self.own = own
+        self.context = context
+
+
 class Timeline:
     """The counters of one stream, and the events of ours that are behind its work.
 
@@ -115,7 +129,7 @@ class Timeline:
         """Entries of it beyond which those of streams that have gone are looked for."""
         self.here = VectorClock({number: 1})
         """The stamp of a free now, if this stream alone used the block (R3)."""
-        self.here_assumed: VectorClock | None = None
+        self.here_assumed: AssumedStamp | None = None
         """`here` joined with the context's pending seqno; None when that must be made anew."""
         self.in_flight: deque[Sealed] = deque()
         """Events not known to be complete, in order of seqno."""

@@ -348,7 +348,7 @@ MUTANTS: Final = (
     _m(
         "drain_never_tells_that_marks_are_due",
         "account: marks_in_time",
-        (f"{FREES}._due", "frees >= self._seal_at or freed_bytes >= self._seal_bytes or self.pressed()", "False"),
+        (f"{FREES}._due", "frees >= self._frees_due or freed_bytes >= self._bytes_due or self.pressed()", "False"),
     ),
     _m(
         "drain_does_not_notice_the_second_stream",

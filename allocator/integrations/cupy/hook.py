@@ -58,11 +58,12 @@ class Hook:
         if stream is self._legacy:
             line = route.legacy
         else:
-            line = route.last
+            latest = route.latest
+            line = latest.line
             if line is None or line.owner is not stream or line.ended:
                 line = route.owners.get(id(stream))
                 if line is not None and line.owner is stream and not line.ended:
-                    route.last = line
+                    latest.line = line
                 else:
                     line = _at_once(stream, route)
         if line is None or type(nbytes) is not int:

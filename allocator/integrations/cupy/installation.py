@@ -21,7 +21,7 @@ from allocator.config import Config
 from allocator.devices import CudaDevice, Device
 from allocator.integrations.cupy import library
 from allocator.integrations.cupy.hook import Hook
-from allocator.integrations.cupy.lease import HOOKS, Route
+from allocator.integrations.cupy.lease import HOOKS, Latest, Route
 from allocator.integrations.cupy.memory import Memory
 from allocator.integrations.cupy.pool import MemoryPool
 from allocator.integrations.cupy.watch import Classes, Watch
@@ -45,12 +45,14 @@ class Installation:
         self.malloc = self.hook.malloc
         """CuPy's allocator: one object for the life of the process."""
         self.face = MemoryPool(self.pool_now, self.malloc)
+        self._latest = Latest()
         self.watch = Watch(
             classes,
             self._device_of,
             lambda: self._device_of(self.hook.current_stream()),
             library.captures_are_known,
             _memory_hooks_are_in_use,
+            self._latest,
         )
         self.hook.before_any = self.watch.catch_up
 
@@ -89,7 +91,7 @@ class Installation:
     def _use(self, pool: CachingAllocator) -> None:
         ordinal = pool.device.ordinal
         self._retire(ordinal)
-        self._routes[ordinal] = route = Route(pool)
+        self._routes[ordinal] = route = Route(pool, self._latest)
         self._simulated = pool.device if pool.device.simulated else None
         only = len(self._routes) == 1 if self._simulated is not None else library.device_count() == 1
         self.hook.alone = route if only else None
@@ -172,7 +174,7 @@ class Installation:
                 route = self._routes.get(ordinal)
                 if route is None:
                     device = CudaDevice(ordinal)
-                    route = Route(CachingAllocator(device, self._config(device), name=f"cupy:{ordinal}"))
+                    route = Route(CachingAllocator(device, self._config(device), name=f"cupy:{ordinal}"), self._latest)
                     self._made.add(ordinal)
                     self._routes[ordinal] = route
                     if library.device_count() == 1:

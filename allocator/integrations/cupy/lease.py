@@ -31,12 +31,21 @@ class HookUse:
 HOOKS: Final = HookUse()
 
 
+class Latest:
+    """line: of the stream that was made current, or asked, last; who looks here checks `owner`."""
+
+    __slots__ = ("line",)
+
+    def __init__(self) -> None:
+        self.line: Timeline | None = None
+
+
 class Route:
     """One device's pool, with what the hot path needs of it and of its streams."""
 
-    __slots__ = ("front", "lane", "last", "legacy", "ordinal", "owners", "pool", "put_down", "registry")
+    __slots__ = ("front", "lane", "latest", "legacy", "ordinal", "owners", "pool", "put_down", "registry")
 
-    def __init__(self, pool: CachingAllocator) -> None:
+    def __init__(self, pool: CachingAllocator, latest: Latest | None = None) -> None:
         self.pool = pool
         self.front = pool.front
         self.put_down: Any = pool.frees.append
@@ -47,8 +56,7 @@ class Route:
         self.registry = Registry.of(pool.device)
         self.owners = self.registry.owners
         self.legacy = self.registry.legacy
-        self.last: Timeline | None = None
-        """The line of the stream that asked last; who looks here checks `owner`."""
+        self.latest = Latest() if latest is None else latest
 
 
 class Lease:

@@ -28,6 +28,7 @@ from typing import Any
 
 from allocator.devices import PER_THREAD, Device
 from allocator.errors import AllocatorError, DriverError, Reentered, StreamCapturing
+from allocator.integrations.cupy.lease import Latest
 from allocator.integrations.cupy.memory import Memory
 from allocator.streams import Capture, GraphToken, Kind, Registry, Sealed, Sealing, Timeline, target
 
@@ -77,6 +78,7 @@ class Watch:
     device_of: the device that a stream belongs to; None if there is no telling.
     device_now: that of the stream on which memory is asked for now, which need not be CuPy's own current one.
     captures_known: is CuPy the only library here that can capture (R6)?
+    latest: told of each stream that is made current, which is mostly the one on which memory is asked for next.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class Watch:
         device_now: Callable[[], Device | None],
         captures_known: Callable[[], bool],
         on_hook_use: Callable[[], None] = lambda: None,
+        latest: Latest | None = None,
     ) -> None:
+        self._latest = Latest() if latest is None else latest
         self._classes = classes
         self._device_of = device_of
         self._device_now = device_now
@@ -173,6 +177,7 @@ class Watch:
         """As `_wrap`, for what programs do all the time: a stream that has been seen costs a look, and no more."""
         original = getattr(owner, name)
         own = vars(owner).get(name)
+        latest = self._latest
 
         @functools.wraps(original)
         def wrapper(stream: Any) -> Any:
@@ -181,6 +186,7 @@ class Watch:
                 for owners in self._owners:
                     line = owners.get(id(stream))
                     if line is not None and line.owner is stream and not line.ended:
+                        latest.line = line
                         return result
             self._used(stream)
             return result
