@@ -70,6 +70,11 @@ class Accounts:
         self.freed_sum = 0
         """Those of them that have been given back."""
         self.frees = 0
+        """Those that left a stamp.  What its own stream took back at once is in the next two."""
+        self.turns = 0
+        """Blocks that were freed and handed out again in one step, where no mark can be due for them."""
+        self.turned_sum = 0
+        """Bytes asked for in those turns where free and allocation asked for the same."""
         self.cross_frees = 0
         self.served: Counter[str] = Counter()
         """Allocations by reuse kind, those from the bins apart."""
@@ -188,7 +193,7 @@ class Accounts:
         allocations["same_stream"] += sum(hits.values())
         nbytes = {reuse: self.served_bytes[reuse] for reuse in REUSE_KINDS}
         nbytes["same_stream"] += hit_bytes
-        live = sum(allocations.values()) - self.frees
+        live = sum(allocations.values()) - self.frees - self.turns
         idle_blocks = sum(len(shelf) for shelf in idle_shelves) + done_blocks
         retired_blocks = sum(map(len, self._shelves.retired_shelves())) + self._in_bins() - done_blocks
         with registry.lock.checked():
@@ -227,7 +232,7 @@ class Accounts:
             oldest_in_flight_seconds=max(0, now - oldest) / 1e9,
             allocations=allocations,
             allocation_bytes=nbytes,
-            frees={"same_stream": self.frees - self.cross_frees, "cross_stream": self.cross_frees},
+            frees={"same_stream": self.frees + self.turns - self.cross_frees, "cross_stream": self.cross_frees},
             growths=self.growths,
             growth_bytes=self.growth_bytes,
             releases={reason: self.releases[reason] for reason in RELEASE_REASONS},
@@ -280,7 +285,7 @@ class Accounts:
         for by_power in (self.sizes, hits):
             for power, n in by_power.items():  # the bounds are powers of two: none lies between a size and its own
                 counts[bisect_left(REQUEST_BUCKETS, 1 << power)] += n
-        return Histogram(counts=dict(zip(bounds, counts, strict=True)), sum=self.requested_sum)
+        return Histogram(counts=dict(zip(bounds, counts, strict=True)), sum=self.requested_sum + self.turned_sum)
 
     def _orphaned(self, registry: Registry) -> int:
         """Bytes in flight behind a stream with unsealed work and no handle to seal it by (R9)."""

@@ -15,33 +15,31 @@ from allocator.blocks import Bin, Bins, Block, Owner
 from allocator.caching.accounting import Accounts
 from allocator.caching.frees import Frees
 from allocator.caching.shelves import Shelves
-from allocator.gil import GilLock
+from allocator.gil import GilLock, Inside
 from allocator.streams import Timeline
 from allocator.sync import LockLike, inner_of
 
 
 class Front:
-    """What serves hits.  uses: None, or what `Config.uses` says for every caller.
+    """What serves hits.  `assumed` is, in all of this, what `Config.uses` has made of what the caller says.
 
     careful: something has to be looked at before an allocation (closed, forked, over the limit, captures): no hits.
     """
 
     __slots__ = (
-        "_accounts",
         "_assumed",
-        "_assumes",
         "_clears",
         "_declared",
-        "_declares",
         "_enter",
         "_frees",
-        "_inside",
-        "_lane",
+        "_here",
         "_leave",
         "_queue",
-        "_told",
+        "accounts",
         "announce",
         "careful",
+        "inside",
+        "lane",
     )
 
     def __init__(
@@ -50,23 +48,21 @@ class Front:
         shelves: Shelves,
         frees: Frees,
         accounts: Accounts,
-        uses: bool | None,
     ) -> None:
-        section, inside, self._told = inner_of(lock)
+        section, here, told = inner_of(lock)
         self._enter: Any = section.acquire
         self._leave: Any = section.release
-        self._inside: Any = inside
+        self._here: Any = here
+        self.inside: Inside = Inside() if told is None else told
         self._clears = not isinstance(lock, GilLock)
         """Leaving the section does not say that nobody is inside: say it here."""
-        self._accounts = accounts
+        self.accounts = accounts
         self._frees = frees
         self._queue: Any = frees.queue
-        self._lane = frees.lane
-        declared, assumed = shelves.bins
-        self._declared: dict[Owner, Bins] = assumed if uses else declared
-        self._assumed: dict[Owner, Bins] = declared if uses is False else assumed
-        self._declares, self._assumes = uses is True, uses is not False
-        """What bins say of `assumed` in which declared and assumed requests find their own."""
+        self.lane = frees.lane
+        self._declared: dict[Owner, Bins]
+        self._assumed: dict[Owner, Bins]
+        self._declared, self._assumed = shelves.bins
         self.careful = False
         self.announce: Any = None
         """What a device that watches is told of each hand-out: (ptr, size, whoever holds it); None for none."""
@@ -98,14 +94,13 @@ class Front:
         to the last change gives the interpreter's lock away.  Nor may tracers, who are called between lines, come in
         before it is taken: hence what stands in one line (gil.py).
         """
-        lane, inside = self._lane, self._told
+        lane = self.lane
         if self.careful:
             return None
-        if lane is None or inside is None:
+        if lane is None:
             return self._locked(nbytes, line, assumed)
         block: Block | None = None
-        size = (nbytes + 511) & -512
-        accounts = self._accounts
+        inside, accounts = self.inside, self.accounts
         bin_: Bin | None
         try:
             last = lane.block
@@ -113,9 +108,9 @@ class Front:
                 bin_ = last.bin
                 if (
                     bin_ is not None
-                    and bin_.size == size
                     and bin_.owner is line
-                    and bin_.assumed == (self._assumes if assumed else self._declares)
+                    and (last.requested == nbytes or bin_.size == (nbytes + 511) & -512)
+                    and bin_.assumed is assumed
                     and bin_.open
                     and not line.ended
                 ):
@@ -125,18 +120,19 @@ class Front:
                         return self._locked(nbytes, line, assumed)
                     # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
                     # nobody else sees a stamp, and no seqno is due for it.
-                    low = accounts.allocated - size
-                    accounts.freed_sum += block.requested
-                    accounts.frees += 1
                     block.generation = kept + 1
-                    block.requested = nbytes
                     bin_.hits += 1
-                    accounts.requested_sum += nbytes
-                    if low < accounts.low:
-                        accounts.low = low
+                    accounts.turns += 1
+                    if block.requested == nbytes:
+                        accounts.turned_sum += nbytes
+                    else:
+                        accounts.freed_sum += block.requested
+                        accounts.requested_sum += nbytes
+                        block.requested = nbytes
                     return block
                 if not self._frees.put_down_last():
                     return self._locked(nbytes, line, assumed)
+            size = (nbytes + 511) & -512
             sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
             bin_ = sizes.by_size.get(size) if sizes is not None else None
             if bin_ is not None:
@@ -161,20 +157,19 @@ class Front:
 
         Between the first change and the last nothing is called: Ctrl-C comes before or after.
         """
-        if self._inside():
+        if self._here():
             return None
         block: Block | None = None
-        told = self._told
+        inside = self.inside
         try:
             self._enter()  # not `with`: that costs twice as much where this is interpreted
-            if told is not None:
-                told.busy = 1
+            inside.busy = 1
             if not (self._queue and self._frees.drain()):
                 size = (nbytes + 511) & -512
                 sizes = (self._assumed if assumed else self._declared).get(line)
                 bin_ = sizes.by_size.get(size) if sizes is not None else None
                 if bin_ is not None and bin_.blocks:
-                    blocks, accounts = bin_.blocks, self._accounts
+                    blocks, accounts = bin_.blocks, self.accounts
                     block = blocks[-1]
                     del blocks[-1]
                     bin_.hits += 1
@@ -183,11 +178,11 @@ class Front:
                     accounts.allocated = allocated = accounts.allocated + size
                     if allocated > accounts.high:
                         accounts.high = allocated
-            if told is not None and self._clears:
-                told.busy = 0
+            if self._clears:
+                inside.busy = 0
             self._leave()
         except BaseException:
-            if self._inside():
+            if self._here():
                 self._leave()
             if block is not None:
                 self._queue.append((block, block.generation, None))

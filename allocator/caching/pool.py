@@ -130,7 +130,7 @@ class CachingAllocator:
         self.lane = self._frees.lane
         """The same, for frees that name no stream; None where `frees` has no lane."""
         self._uses = None if self.config.uses == "auto" else self.config.uses == "assumed"
-        self.front = Front(self._lock, self._shelves, self._frees, self._accounts, self._uses)
+        self.front = Front(self._lock, self._shelves, self._frees, self._accounts)
         """The hot path, for integrations that know the stream's timeline already."""
         if self.device.watches:
             self.front.announce = self.device.hand_out
@@ -185,8 +185,15 @@ class CachingAllocator:
         line = stream.fast if type(stream) is Stream else None
         if line is None or type(nbytes) is not int or nbytes <= 0:
             return self._allocate_slowly(nbytes, stream, assumed)
-        allocation: Allocation | None = self.front.allocate(Allocation, self, nbytes, line, stream, assumed)
+        uses = self._uses
+        allocation: Allocation | None = self.front.allocate(
+            Allocation, self, nbytes, line, stream, assumed if uses is None else uses
+        )
         return self._allocate_slowly(nbytes, stream, assumed) if allocation is None else allocation
+
+    def assumes(self, assumed: bool) -> bool:
+        """What `Config.uses` makes of what a caller says: for those who ask `front` themselves."""
+        return assumed if self._uses is None else self._uses
 
     def obtain(self, nbytes: int, line: Timeline, given: int | None, assumed: bool) -> Block:
         """Everything but a hit: look at what has to be looked at, and climb the ladder.  LIVE, and accounted for.

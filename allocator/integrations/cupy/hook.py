@@ -70,8 +70,9 @@ class Hook:
             return self._pointer(self._take_slowly(nbytes, stream, route), 0)
         block: Block | None = None
         try:
-            front = route.front
-            block = front.acquire(nbytes, line, True)  # none for 0 bytes
+            front, assumed = route.front, route.assumed
+            if block is None:
+                block = front.acquire(nbytes, line, assumed)  # none for 0 bytes
             if block is not None:
                 lease = Lease()  # as in `_take`, without a call
                 lease.route = route

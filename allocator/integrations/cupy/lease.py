@@ -43,11 +43,13 @@ class Latest:
 class Route:
     """One device's pool, with what the hot path needs of it and of its streams."""
 
-    __slots__ = ("front", "lane", "latest", "legacy", "ordinal", "owners", "pool", "put_down", "registry")
+    __slots__ = ("assumed", "front", "lane", "latest", "legacy", "ordinal", "owners", "pool", "put_down", "registry")
 
     def __init__(self, pool: CachingAllocator, latest: Latest | None = None) -> None:
         self.pool = pool
         self.front = pool.front
+        self.assumed = pool.assumes(True)
+        """CuPy's programs declare no uses; `Config.uses` may overrule that."""
         self.put_down: Any = pool.frees.append
         """Queues a free: one atomic step."""
         self.lane = pool.lane
