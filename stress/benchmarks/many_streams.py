@@ -48,7 +48,7 @@ def streams(stage: Stage) -> Iterator[Case]:
                 title = f"{count:,} stream{'s' if count > 1 else ''}"
                 yield Case(
                     title, contenders, door.reference, door.name,
-                    at=count, operations=2 * count, least=max(PERIOD, count), warm=2 * count,
+                    at=count, operations=2 * count, least=max(PERIOD, count), warm=max(2 * count, PERIOD),
                 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def round_robin(stage: Stage) -> Iterator[Case]:
                 whole = ROUND * burst
                 yield Case(
                     title, contenders, door.reference, door.name,
-                    at=size, operations=whole, least=PERIOD, warm=2 * whole,
+                    at=size, operations=whole, least=PERIOD, warm=max(2 * whole, PERIOD),
                 )  # fmt: skip
 
 
@@ -138,5 +138,5 @@ def _working(stage: Stage, door: Door, count: int) -> Iterator[Case]:
         title = f"{count} stream{'s' if count > 1 else ''} with work"
         yield Case(
             title, contenders, reference, door.name,
-            at=count, operations=4 * count, least=PERIOD, warm=2 * count,
+            at=count, operations=4 * count, least=PERIOD, warm=max(2 * count, PERIOD),
         )  # fmt: skip

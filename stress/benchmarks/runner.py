@@ -24,6 +24,8 @@ from allocator.stress.benchmarks.timing import Figures, compare
 
 _MOST: Final = 10_000_000
 """Operations in a turn at most."""
+CALIBRATIONS: Final = 3
+"""The first turn pays for what is there afterwards, memory for example, and the next one for what that displaced."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,13 @@ def measure(name: str, case: Case, stage: Stage) -> Measured:
             contenders.remove(contender)
             return None
 
-    for contender in list(contenders):  # a turn that does not count, and says how many operations fill the time
+    for contender in list(contenders):  # turns that do not count, and say how many operations fill the time
         count = case.operations
-        first = attempt(contender, count)
-        if first is not None and not case.fixed:
-            fitting = min(_MOST, int(count * share / max(first[1], 1)))
+        for _ in range(1 if case.fixed or settings.quick else CALIBRATIONS):
+            taken = attempt(contender, count)
+            if taken is None or case.fixed:
+                break
+            fitting = min(_MOST, int(count * share / max(taken[1], 1)))
             least = 1 if settings.quick else case.least
             count = max(1, fitting // least) * least
         operations[contender.name] = count

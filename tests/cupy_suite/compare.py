@@ -55,12 +55,13 @@ def run(
 ) -> dict[str, str]:
     """One run of pytest, on CuPy's pool where `mode` is None; the outcome of every test by its id."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=0", f"--junitxml={report}"]
-    # In workers, also where there is one: a crash ends a test, not the run.
-    command += ["-n", str(jobs), "--dist", "loadscope"]
+    # In workers, also where there is one: a crash ends a test, not the run (by class, xdist loses count of them).
+    command += ["-n", str(jobs), "--dist", "load"]
     if seconds:
         command += [f"--timeout={seconds:g}", "--timeout-method=thread"]
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT / "src")])
-    environ = os.environ | {"CUPY_TEST_GPU_LIMIT": "1", "PYTHONPATH": path}
+    # Some tests are made from sets: workers must find them in the same order.
+    environ = os.environ | {"CUPY_TEST_GPU_LIMIT": "1", "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
     if mode is not None:
         command += ["-p", "weir_plugin"]
         environ["CUPY_SUITE_POOLS"] = "1" if mode == "pools" else "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ import pytest
 
 from allocator import SimDevice
 from allocator.stress.benchmarks.cases import Benchmark, Case, Contender, Missing, Reading, Settings, Stage
-from allocator.stress.benchmarks.runner import Measured, Results, measure, run, take_turns, turn
+from allocator.stress.benchmarks.runner import CALIBRATIONS, Measured, Results, measure, run, take_turns, turn
 
 
 def stage(**settings: object) -> Stage:
@@ -57,10 +58,25 @@ def test_a_turn_has_a_multiple_of_the_least_operations() -> None:
     log: list[tuple[str, int]] = []
     case = Case("x", [recorder(log, "a", None)], "a", operations=3, least=64)
     measure("m", case, stage(seconds=1e-9, repeats=1, quick=False))
-    assert [n for _, n in log] == [3, 64, 64, 64]
+    assert [n for _, n in log] == [3, *[64] * (CALIBRATIONS - 1), *[64] * 3], (
+        "turns that say how many fit, and a repeat"
+    )
     log.clear()
     measure("m", case, stage(seconds=1e-9, repeats=1))
     assert [n for _, n in log] == [3, 1], "in small runs it does not matter"
+
+
+def test_what_only_the_first_turn_pays_does_not_make_the_others_small() -> None:
+    counts: list[int] = []
+
+    def run_(n: int) -> None:
+        counts.append(n)
+        if len(counts) == 1:
+            time.sleep(0.02)
+
+    case = Case("x", [Contender("a", run_)], "a", operations=8, wall=True)
+    measure("m", case, stage(seconds=1e-3, repeats=1, quick=False))
+    assert counts[0] == 8 and counts[1] == 1 and max(counts[2:]) > 1
 
 
 def test_most_repeats_bounds_what_the_settings_ask() -> None:
