@@ -2,9 +2,9 @@
 
 The driver takes that stream down when the thread has ended, in the thread, which nobody can wait for.  In CuPy's own
 test of it, with Weir, a stream that was made a few milliseconds later sometimes never came back from the driver, while
-the thread that had ended was still running there (docs/results/2026-12-01-h200.md).  CuPy alone got through that test,
-and so did 60 rounds of this one without a pause.  So here the pause is tried out, from none to 20 ms, without Weir first:
-what hangs there is the driver's affair.
+the thread that had ended was still running there (docs/results/2026-12-01-h200-2.md).  CuPy alone got through that
+test, and so did 60 rounds of this one without a pause.  So here the pause is tried out, from none to 20 ms, without
+Weir first: what hangs there is the driver's affair.
 """
 
 from __future__ import annotations
