@@ -90,12 +90,12 @@ class Allocation:
         if generation >= 0:
             home, block = self._home, self._block
             if COLLECTOR.running:  # it may still be used, or come back to life: see collector.py
-                home.frees.append((block, generation, [self]))
+                home.put_down((block, generation, [self]))
                 return
             lane = home.lane
             # As `Lane.put`, without a call.
             if lane is not None and lane.block is None and not lane.rest: lane.generation = generation; lane.block = block; return  # noqa: E501, E701, E702  # fmt: skip
-            home.frees.append((block, generation, None))
+            home.put_down((block, generation, None))
 
     def __repr__(self) -> str:
         return f"<Allocation {self.ptr:#x} of {self.requested} bytes{' closed' if self.closed else ''}>"

@@ -29,8 +29,8 @@ class Holder(Protocol):
 class Home(Protocol):
     """The pool of an `Allocation`, as the allocation sees it."""
 
-    frees: Any
-    """The queue of frees."""
+    put_down: Any
+    """Queues a free, in one step."""
     lane: Any
     """The place in front of it, for a free that names no stream (caching/lane.py); None if it has none."""
 

@@ -84,6 +84,10 @@ class Frees:
         """None where steps do not hold, or nobody tells who is inside (gil.py)."""
         self.queue: Any = FreeQueue() if self.lane is None else self.lane
         """Of (block, generation, the stream it names, or what may yet hold it, or None)."""
+        self.backlog: Any = self.queue if self.lane is None else self.lane.rest
+        """The deque: all of the queue, or all but what is in the lane."""
+        self.put_down: Any = self.backlog.append
+        """Queues one of those.  A function written in C, so that Ctrl-C comes before or after it."""
         self.limbo: list[Holder] = []
         """What came back while a collection ran, and may yet be in use (collector.py)."""
         self._frees_then = 0
@@ -183,7 +187,7 @@ class Frees:
         accounts.frees -= 1
         accounts.freed_sum -= freed
         accounts.allocated += bin_.size
-        self.queue.append((block, kept, None))  # the bin is to be noted first
+        self.put_down((block, kept, None))  # the bin is to be noted first
         return False
 
     def drain_some(self, most: int) -> None:

@@ -34,6 +34,7 @@ class Front:
         "_frees",
         "_here",
         "_leave",
+        "_put_down",
         "_queue",
         "accounts",
         "announce",
@@ -59,6 +60,7 @@ class Front:
         self.accounts = accounts
         self._frees = frees
         self._queue: Any = frees.queue
+        self._put_down: Any = frees.put_down
         self.lane = frees.lane
         self._declared: dict[Owner, Bins]
         self._assumed: dict[Owner, Bins]
@@ -81,7 +83,7 @@ class Front:
             if self.announce is not None:
                 self.announce(block.ptr, block.size, allocation)
         except BaseException:  # nobody holds it; should it have been queued already, once counts
-            self._queue.append((block, block.generation, None))
+            self._put_down((block, block.generation, None))
             raise
         return allocation
 
@@ -149,7 +151,7 @@ class Front:
             return self._locked(nbytes, line, assumed)
         except BaseException:
             if block is not None:
-                self._queue.append((block, block.generation, None))
+                self._put_down((block, block.generation, None))
             raise
 
     def _locked(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
@@ -185,6 +187,6 @@ class Front:
             if self._here():
                 self._leave()
             if block is not None:
-                self._queue.append((block, block.generation, None))
+                self._put_down((block, block.generation, None))
             raise
         return block

@@ -126,9 +126,12 @@ class CachingAllocator:
         )
         self._canary = self._make_canary()
         self.frees: Any = self._frees.queue
-        """Where allocations queue their frees: one atomic step each."""
+        """What has been freed and not been seen to."""
         self.lane = self._frees.lane
-        """The same, for frees that name no stream; None where `frees` has no lane."""
+        """Where allocations queue their frees, in one step, if it is empty and they name no stream; None for none."""
+        self.put_down: Any = self._frees.put_down
+        """Where they queue all others, in one step."""
+        self._backlog: Any = self._frees.backlog
         self._uses = None if self.config.uses == "auto" else self.config.uses == "assumed"
         self.front = Front(self._lock, self._shelves, self._frees, self._accounts)
         """The hot path, for integrations that know the stream's timeline already."""
@@ -206,7 +209,7 @@ class CachingAllocator:
                 block = self._obtain(nbytes, line, given, assumed)
         except BaseException:  # Ctrl-C, which was put off until there was a block that nobody holds yet
             if block is not None:
-                self.frees.append((block, block.generation, None))
+                self.put_down((block, block.generation, None))
             raise
         return block
 
@@ -266,7 +269,7 @@ class CachingAllocator:
             if self.front.announce is not None:
                 self.front.announce(block.ptr, block.size, allocation)
         except BaseException:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
-            self.frees.append((block, block.generation, None))
+            self.put_down((block, block.generation, None))
             raise
         return allocation
 
@@ -406,10 +409,15 @@ class CachingAllocator:
         if stream is None and allocation.stream.bare is not None:
             # By contract the caller has kept the bare handle alive up to this call; nobody will after it (S03, R9).
             line, handle = allocation.stream.timeline, allocation.stream.bare
-        allocation._generation = -1
-        self.frees.append((allocation._block, generation, named))
+        block, lane = allocation._block, self.lane
+        entry = (block, generation, named)
+        plain = named is None and lane is not None
+        if plain and lane.block is None and not lane.rest: lane.generation = generation; lane.block = block; allocation._generation = -1  # type: ignore[union-attr]  # noqa: E501, E701, E702  # fmt: skip
+        if allocation._generation >= 0:
+            allocation._generation = -1
+            self.put_down(entry)
         allocation.kept = None
-        if handle is not None or self.front.careful or len(self.frees) >= 64:
+        if handle is not None or self.front.careful or len(self._backlog) >= 64:
             self._after_free(line, handle)
 
     @shielded
@@ -835,7 +843,7 @@ class _Nowhere:
     """The home of empty allocations: there is nothing to give back."""
 
     def __init__(self) -> None:
-        self.frees: Any = deque(maxlen=0)
+        self.put_down: Any = deque(maxlen=0).append
         self.lane = None
 
     def declare_use(self, allocation: Holder, stream: object) -> None:

@@ -87,7 +87,6 @@ def _m(name: str, catch: str, *changes: tuple[str, str, str]) -> Mutant:
 
 FREES = f"{CACHING}.frees:Frees"
 FRONT = f"{CACHING}.front:Front"
-LANE = f"{CACHING}.lane:Lane"
 SHELVES = f"{CACHING}.shelves:Shelves"
 LADDER = f"{CACHING}.ladder:Ladder"
 GROWTH = f"{CACHING}.growth:Growth"
@@ -375,7 +374,7 @@ MUTANTS: Final = (
     _m(
         "r3_what_was_freed_last_goes_back_past_the_stream_that_the_free_names",
         "named: alloc 0 1; wait_stream 1 0; free_on 0 1; alloc 0 1",
-        (f"{LANE}.append", "and entry[2] is None", "and True"),
+        (f"{POOL}.free", "plain = named is None and lane is not None", "plain = lane is not None"),
     ),
     _m(
         "r7_a_bin_ignores_the_stamp",

@@ -50,7 +50,7 @@ class Route:
         self.front = pool.front
         self.assumed = pool.assumes(True)
         """CuPy's programs declare no uses; `Config.uses` may overrule that."""
-        self.put_down: Any = pool.frees.append
+        self.put_down: Any = pool.put_down
         """Queues a free: one atomic step."""
         self.lane = pool.lane
         """Where a free that needs no more than a block and a generation is queued, if there is such a place."""

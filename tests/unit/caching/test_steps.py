@@ -83,7 +83,9 @@ def test_from_the_look_at_busy_to_the_last_change_nothing_lets_others_in() -> No
     assert len([step for step in last if ": CALL" in step]) == 1, "the last change is a call: others come in after it"
 
 
-@pytest.mark.parametrize("function", [Lane.put, Lane._line_up, Allocation.__del__], ids=lambda f: f.__qualname__)
+@pytest.mark.parametrize(
+    "function", [Lane.put, Lane._line_up, Allocation.__del__, CachingAllocator.free], ids=lambda f: f.__qualname__
+)
 def test_the_place_is_looked_at_and_changed_in_one_line(function: Any) -> None:
     lines, first = inspect.getsourcelines(function)
     (at,) = [n for n, text in enumerate(lines) if ".block" in text and ("rest" in text or ".block = None" in text)]
