@@ -93,9 +93,12 @@ class Allocation:
                 home.put_down((block, generation, [self]))
                 return
             lane = home.lane
-            # As `Lane.put`, without a call.
-            if lane is not None and lane.block is None and not lane.rest: lane.generation = generation; lane.block = block; return  # noqa: E501, E701, E702  # fmt: skip
-            home.put_down((block, generation, None))
+            if lane is None:
+                home.put_down((block, generation, None))
+                return
+            before = lane.block; then = lane.generation; lane.block = block; lane.generation = generation  # as `Lane.put`  # noqa: E501, E702  # fmt: skip
+            if before is not None:
+                home.put_down((before, then, None))
 
     def __repr__(self) -> str:
         return f"<Allocation {self.ptr:#x} of {self.requested} bytes{' closed' if self.closed else ''}>"

@@ -24,8 +24,7 @@ from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from allocator.errors import REENTERED, Reentered
-from allocator.gil import COMPILED, GilLock, Inside
+from allocator.gil import COMPILED, GilLock, Inside, refused
 
 
 class LockLike(AbstractContextManager[bool], Protocol):
@@ -67,24 +66,30 @@ class OwnedLock:
     at the end of a section of its own, says that nobody is inside.
     """
 
-    __slots__ = ("__exit__", "inner", "inside", "release")
+    __slots__ = ("__exit__", "below", "elsewhere", "inner", "inside", "release")
 
     def __init__(self, inner: InnerLock | None = None) -> None:
         self.inner: InnerLock = threading.RLock() if inner is None else inner  # type: ignore[assignment]  # typeshed hides `_is_owned`
         self.inside = Inside()
+        self.below: Any = None
+        """A lock that comes after this one in the order of locks: who holds it does not get this one."""
+        self.elsewhere: Callable[[], bool] | None = None
+        """Does this thread hold another lock like this one?  Then it must not wait for this one."""
         self.__exit__ = self.inner.__exit__
         self.release = self.inner.release
         """As `threading.Lock.release`."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """As `threading.Lock.acquire`, but False at once where this thread holds it and does not insist."""
-        inner = self.inner
-        if inner._is_owned():
-            if not blocking or timeout >= 0:
-                return False
-            raise Reentered(REENTERED)
+        """As `threading.Lock.acquire`, but False at once where this thread must not have it and does not insist."""
+        inner, below = self.inner, self.below
+        if inner._is_owned() or (below is not None and below.held_here()):
+            return refused(blocking, timeout)
         try:
-            taken = inner.acquire(blocking, timeout)
+            taken = inner.acquire(False)
+            if not taken and blocking:
+                if self.elsewhere is not None and self.elsewhere():
+                    return refused(blocking, timeout)
+                taken = inner.acquire(True, timeout)
             if taken:
                 self.inside.busy = 1  # before the section's first step, whoever came in since
             return taken
@@ -103,6 +108,13 @@ class OwnedLock:
 
     def __enter__(self) -> bool:
         return self.acquire()
+
+
+def in_order(lock: LockLike, below: LockLike, elsewhere: Callable[[], bool]) -> None:
+    """A finaliser or a signal handler may run inside `below`'s section, or inside one of a lock like this one, and ask
+    for this lock: it is refused where waiting could be for ever (R1, DESIGN 5)."""
+    if isinstance(lock, (OwnedLock, GilLock)):
+        lock.below, lock.elsewhere = below, elsewhere
 
 
 def inner_of(lock: LockLike) -> tuple[LockLike | InnerLock, Callable[[], bool], Inside | None]:

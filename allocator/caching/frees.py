@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-from allocator.blocks import MANY, RETIRED, Block, Owner
+from allocator.blocks import MANY, RETIRED, Bin, Block, Owner
 from allocator.caching.accounting import Accounts
 from allocator.caching.lane import Lane
 from allocator.caching.shelves import Shelves
@@ -88,6 +88,8 @@ class Frees:
         """The deque: all of the queue, or all but what is in the lane."""
         self.put_down: Any = self.backlog.append
         """Queues one of those.  A function written in C, so that Ctrl-C comes before or after it."""
+        self.strays: list[Bin] = []
+        """Bins that may hold a block and are not noted."""
         self.limbo: list[Holder] = []
         """What came back while a collection ran, and may yet be in use (collector.py)."""
         self._frees_then = 0
@@ -112,6 +114,10 @@ class Frees:
         """
         queue = self.queue
         accounts = self._accounts
+        while self.strays:
+            stray = self.strays.pop()
+            if stray.blocks and not stray.filled:
+                self._shelves.note_bin(stray)
         while queue:
             entry: tuple[Block, int, Timeline | Anyone | list[Holder] | None] = queue[0]
             block, generation, named = entry
@@ -153,9 +159,12 @@ class Frees:
         lane = self.lane
         if lane is None or self.limbo or self.bounded:
             return False
-        block = lane.block
-        bin_ = block.bin if block is not None else None
-        if block is None or bin_ is None or not bin_.filled:
+        last = lane.block
+        if last is None:
+            return False
+        kept = last.generation  # before whatever is read of the block, and of its stream
+        bin_ = last.bin
+        if bin_ is None or not bin_.filled or lane.rest:
             return False
         owner = bin_.owner
         if owner.ended:
@@ -167,27 +176,28 @@ class Frees:
             if made is None or made.context != self._context.pending or made.own != line.pending:
                 return False  # a new one has to be made
             stamp = made
-        accounts, inside, kept, freed = self._accounts, self.inside, block.generation, block.requested
+        accounts, freed = self._accounts, last.requested
         if self.crossing:
             if accounts.frees + 1 >= self._frees_due or accounts.freed_sum + freed >= self._bytes_due:
                 return False
         elif owner is not self._first:
             return False
-        claimed = False
-        if not inside.busy and lane.block is block and lane.generation == kept and not lane.rest: lane.block = None; claimed = True  # noqa: E501, E701, E702  # fmt: skip
-        if not claimed:
+        busy = self.inside.busy; block = lane.block; then = lane.generation; lane.block = None  # noqa: E702  # fmt: skip
+        if block is not last or then != kept or last.generation != kept or busy:
+            if block is not None:  # another one, or not now
+                self.put_down((block, then, None))
             return False
-        block.stamp = stamp
+        last.stamp = stamp
+        last.generation = kept + 1
         accounts.frees += 1
         accounts.freed_sum += freed
         accounts.allocated = allocated = accounts.allocated - bin_.size
         if allocated < accounts.low:
             accounts.low = allocated
-        if bin_.filled: block.generation = kept + 1; bin_.blocks.append(block); return True  # noqa: E701, E702  # fmt: skip
-        accounts.frees -= 1
-        accounts.freed_sum -= freed
-        accounts.allocated += bin_.size
-        self.put_down((block, kept, None))  # the bin is to be noted first
+        bin_.blocks.append(last)
+        if bin_.filled:
+            return True
+        self.strays.append(bin_)  # somebody was let in by a tracer, and has emptied the bins
         return False
 
     def drain_some(self, most: int) -> None:

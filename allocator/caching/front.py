@@ -28,6 +28,7 @@ class Front:
 
     __slots__ = (
         "_assumed",
+        "_below",
         "_clears",
         "_declared",
         "_enter",
@@ -46,6 +47,7 @@ class Front:
     def __init__(
         self,
         lock: LockLike,
+        timelines: LockLike,
         shelves: Shelves,
         frees: Frees,
         accounts: Accounts,
@@ -54,6 +56,7 @@ class Front:
         self._enter: Any = section.acquire
         self._leave: Any = section.release
         self._here: Any = here
+        self._below: Any = inner_of(timelines)[1]
         self.inside: Inside = Inside() if told is None else told
         self._clears = not isinstance(lock, GilLock)
         """Leaving the section does not say that nobody is inside: say it here."""
@@ -78,12 +81,13 @@ class Front:
         block = self.acquire(nbytes, line, assumed)
         if block is None:
             return None
+        generation = block.generation
         try:
             allocation = make(pool, block, nbytes, stream)
             if self.announce is not None:
                 self.announce(block.ptr, block.size, allocation)
         except BaseException:  # nobody holds it; should it have been queued already, once counts
-            self._put_down((block, block.generation, None))
+            self._put_down((block, generation, None))
             raise
         return allocation
 
@@ -92,9 +96,9 @@ class Front:
 
         No driver call: where marks are due (R13), `obtain` makes them.
 
-        Without the lock where that can be: a block is taken in one step with the look at `busy`, and nothing from there
-        to the last change gives the interpreter's lock away.  Nor may tracers, who are called between lines, come in
-        before it is taken: hence what stands in one line (gil.py).
+        Without the lock where that can be: a block is taken in one line, with the look at `busy`, and nothing from then
+        to the last change gives the interpreter's lock away (gil.py).  That a block is still in the generation in which
+        it was looked at says that nobody has had it since.
         """
         lane = self.lane
         if self.careful:
@@ -107,6 +111,7 @@ class Front:
         try:
             last = lane.block
             if last is not None:
+                kept = last.generation
                 bin_ = last.bin
                 if (
                     bin_ is not None
@@ -115,40 +120,44 @@ class Front:
                     and bin_.assumed is assumed
                     and bin_.open
                     and not line.ended
+                    and not lane.rest
                 ):
-                    kept = last.generation
-                    if not inside.busy and lane.block is last and lane.generation == kept and not lane.rest: lane.block = None; block = last  # noqa: E501, E701, E702  # fmt: skip
-                    if block is None:
+                    busy = inside.busy; block = lane.block; then = lane.generation; lane.block = None  # noqa: E702  # fmt: skip
+                    if block is not last or then != kept or last.generation != kept or busy:
+                        if block is not None:  # somebody else's, or not now
+                            self._put_down((block, then, None))
+                            block = None
                         return self._locked(nbytes, line, assumed)
                     # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
                     # nobody else sees a stamp, and no seqno is due for it.
-                    block.generation = kept + 1
+                    freed = last.requested
+                    last.generation = kept + 1
+                    last.requested = nbytes
                     bin_.hits += 1
                     accounts.turns += 1
-                    if block.requested == nbytes:
-                        accounts.turned_sum += nbytes
-                    else:
-                        accounts.freed_sum += block.requested
-                        accounts.requested_sum += nbytes
-                        block.requested = nbytes
-                    return block
+                    accounts.turned_sum += freed
+                    if freed != nbytes:
+                        accounts.requested_sum += nbytes - freed
+                    return last
                 if not self._frees.put_down_last():
                     return self._locked(nbytes, line, assumed)
             size = (nbytes + 511) & -512
             sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
             bin_ = sizes.by_size.get(size) if sizes is not None else None
-            if bin_ is not None:
-                blocks = bin_.blocks
-                if not inside.busy and blocks and not lane.rest: block = blocks[-1]; del blocks[-1]  # noqa: E701, E702  # fmt: skip
-                if block is not None:
-                    bin_.hits += 1
-                    block.requested = nbytes
-                    accounts.requested_sum += nbytes
-                    accounts.allocated = allocated = accounts.allocated + size
-                    if allocated > accounts.high:
-                        accounts.high = allocated
-                    return block
-            return self._locked(nbytes, line, assumed)
+            if bin_ is None or lane.rest:
+                return self._locked(nbytes, line, assumed)
+            blocks = bin_.blocks
+            try:
+                block = blocks[-1 - (inside.busy << 50)]; del blocks[-1]  # while somebody is inside, there is none  # noqa: E702  # fmt: skip
+            except IndexError:
+                return self._locked(nbytes, line, assumed)
+            bin_.hits += 1
+            block.requested = nbytes
+            accounts.requested_sum += nbytes
+            accounts.allocated = allocated = accounts.allocated + size
+            if allocated > accounts.high:
+                accounts.high = allocated
+            return block
         except BaseException:
             if block is not None:
                 self._put_down((block, block.generation, None))
@@ -159,12 +168,13 @@ class Front:
 
         Between the first change and the last nothing is called: Ctrl-C comes before or after.
         """
-        if self._here():
+        if self._here() or self._below():
             return None
         block: Block | None = None
         inside = self.inside
         try:
-            self._enter()  # not `with`: that costs twice as much where this is interpreted
+            if not self._enter(False):  # not `with`: that costs twice as much where this is interpreted
+                return None
             inside.busy = 1
             if not (self._queue and self._frees.drain()):
                 size = (nbytes + 511) & -512

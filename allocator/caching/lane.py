@@ -1,11 +1,11 @@
-"""The free queue: a deque, with a place in front for the one free that is mostly there.
+"""The free queue: a deque, with a place behind it for the one free that is mostly all there is.
 
 What was freed last is mostly what is asked for next (front.py).  Such a free is two fields here, and nothing is made
-for it: no tuple, and compiled no number of Python's.  The place is taken only while the deque is empty, so it is the
-oldest free.
+for it: no tuple, and compiled no number of Python's.  What is in the place is the newest free.
 
-Rule: whoever looks whether the place is free, or what is in it, and changes it, does both in one line that calls
-nothing, so that it is one step to all other threads, to Ctrl-C, and to tracers, who are called between lines (gil.py).
+Rule: whoever puts something into the place, or takes what is there, reads and writes in one line, whatever it is, and
+looks at it afterwards.  A line without a call or a branch is one step to all other threads, to Ctrl-C, and to tracers
+and monitors as well, who are called between lines and at branches (gil.py).
 Where steps do not hold, the queue is a plain deque (sync.FreeQueue).  Next: frees.py, which empties it.
 """
 
@@ -25,28 +25,26 @@ class Lane:
 
     def __init__(self) -> None:
         self.block: Block | None = None
-        """The oldest free, of `generation`, which names no stream; None: the place is free."""
+        """The newest free, of `generation`, which names no stream; None: there is none here."""
         self.generation = 0
         self.rest: Any = sync.FreeQueue()
         """All others, oldest first."""
 
     def put(self, block: Block, generation: int) -> None:
         """Queue the free of a block, in this generation, that names no stream.  Finalisers have this inline."""
-        if self.block is None and not self.rest: self.generation = generation; self.block = block; return  # noqa: E701, E702  # fmt: skip
-        self.rest.append((block, generation, None))
+        before = self.block; then = self.generation; self.block = block; self.generation = generation  # noqa: E702  # fmt: skip
+        if before is not None:
+            self.rest.append((before, then, None))
 
     def _line_up(self) -> None:
-        """Move what is in the place to the front of the deque."""
-        while True:
-            block = self.block
-            if block is None:
-                return
-            generation = self.generation
-            entry = (block, generation, None)  # may start a collection, whose finalisers queue, and other threads
-            if self.block is block and self.generation == generation: self.block = None; self.rest.appendleft(entry)  # noqa: E701, E702  # fmt: skip
+        """Move what is in the place to the end of the deque."""
+        block = self.block; then = self.generation; self.block = None  # noqa: E702  # fmt: skip
+        if block is not None:
+            self.rest.append((block, then, None))
 
     def append(self, entry: Any) -> None:
         """As `deque.append`."""
+        self._line_up()
         if isinstance(entry, tuple) and entry[2] is None:
             self.put(entry[0], entry[1])
         else:
@@ -59,7 +57,8 @@ class Lane:
 
     def popleft(self) -> object:
         """As `deque.popleft`."""
-        self._line_up()
+        if not self.rest:
+            self._line_up()
         return self.rest.popleft()
 
     def clear(self) -> None:
@@ -68,7 +67,8 @@ class Lane:
         self.rest.clear()
 
     def __getitem__(self, at: int) -> Any:
-        self._line_up()
+        if not self.rest:
+            self._line_up()
         return self.rest[at]
 
     def __len__(self) -> int:

@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +40,7 @@ from allocator.caching.snapshot import snapshot
 from allocator.config import Config
 from allocator.devices import CudaDevice, Device
 from allocator.errors import AllocatorError, CorruptionError, DriverError, OutOfMemoryError, PoolClosed, StreamCapturing
+from allocator.gil import GilLock
 from allocator.resource import Holder
 from allocator.sizes import check_request, format_size, round_up
 from allocator.stats import Stats
@@ -53,7 +55,7 @@ from allocator.streams import (
     destroy_orphans,
     target,
 )
-from allocator.sync import inner_of, make_lock, shield, shielded
+from allocator.sync import LockLike, OwnedLock, in_order, inner_of, make_lock, shield, shielded
 
 _log = logging.getLogger("allocator")
 _numbers = itertools.count()
@@ -133,13 +135,14 @@ class CachingAllocator:
         """Where they queue all others, in one step."""
         self._backlog: Any = self._frees.backlog
         self._uses = None if self.config.uses == "auto" else self.config.uses == "assumed"
-        self.front = Front(self._lock, self._shelves, self._frees, self._accounts)
+        self.front = Front(self._lock, self._registry.lock, self._shelves, self._frees, self._accounts)
         """The hot path, for integrations that know the stream's timeline already."""
         if self.device.watches:
             self.front.announce = self.device.hand_out
         self._capturing = Capturing(self._registry, self._heap, self._shelves, self._frees, self._accounts, self._lock)
         self._closed = False
         self._always_careful = self.front.careful = self.config.detect_captures or checked
+        in_order(self._lock, self._registry.lock, partial(_inside_another, self._lock))
         _pools[self] = None
         self._registry.pools[self] = None
         if self._registry.captures.active:
@@ -410,12 +413,14 @@ class CachingAllocator:
             # By contract the caller has kept the bare handle alive up to this call; nobody will after it (S03, R9).
             line, handle = allocation.stream.timeline, allocation.stream.bare
         block, lane = allocation._block, self.lane
-        entry = (block, generation, named)
-        plain = named is None and lane is not None
-        if plain and lane.block is None and not lane.rest: lane.generation = generation; lane.block = block; allocation._generation = -1  # type: ignore[union-attr]  # noqa: E501, E701, E702  # fmt: skip
-        if allocation._generation >= 0:
+        if lane is None or named is not None:
+            entry = (block, generation, named)
             allocation._generation = -1
             self.put_down(entry)
+        else:  # as `Lane.put`, without a call
+            before = lane.block; then = lane.generation; lane.block = block; lane.generation = generation; allocation._generation = -1  # noqa: E501, E702  # fmt: skip
+            if before is not None:
+                self.put_down((before, then, None))
         allocation.kept = None
         if handle is not None or self.front.careful or len(self._backlog) >= 64:
             self._after_free(line, handle)
@@ -837,6 +842,12 @@ class CallbackHandle:
         if not self._removed and self._callback in self._callbacks:
             self._removed = True
             self._callbacks.remove(self._callback)
+
+
+def _inside_another(mine: LockLike) -> bool:
+    """Is this thread inside the locked section of another pool?"""
+    others = (pool._lock for pool in list(_pools) if pool._lock is not mine)
+    return any(isinstance(lock, OwnedLock | GilLock) and lock.held_here() for lock in others)
 
 
 class _Nowhere:

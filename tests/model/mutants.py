@@ -374,7 +374,7 @@ MUTANTS: Final = (
     _m(
         "r3_what_was_freed_last_goes_back_past_the_stream_that_the_free_names",
         "named: alloc 0 1; wait_stream 1 0; free_on 0 1; alloc 0 1",
-        (f"{POOL}.free", "plain = named is None and lane is not None", "plain = lane is not None"),
+        (f"{POOL}.free", "if lane is None or named is not None:", "if lane is None:"),
     ),
     _m(
         "r7_a_bin_ignores_the_stamp",

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -247,6 +249,33 @@ def bins_that_nobody_uses() -> str | None:
         return None if bins < 1000 else f"{bins} bins"
 
 
+def the_order_of_locks() -> str | None:
+    """Whoever is inside the timelines' section does not get a pool's lock; inside another pool's, he does not wait."""
+    gpu = SimDevice(memory=1 << 28)
+    pool, other = CachingAllocator(gpu), CachingAllocator(gpu)
+    lock, taken, leave = pool._lock, threading.Event(), threading.Event()
+    with pool._registry.lock:
+        if lock.acquire(timeout=0.01):
+            lock.release()
+            return "whoever is inside the timelines' section gets a pool's lock"
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait(10)
+    began = time.monotonic()
+    with other._lock:
+        lock.acquire(timeout=0.5)
+    waited = time.monotonic() - began
+    leave.set()
+    thread.join()
+    return "whoever is inside another pool's section waits" if waited > 0.4 else None
+
+
 ACCOUNTS_OF: Final[dict[str, Callable[[], str | None]]] = {
     one.__name__: one
     for one in (
@@ -260,6 +289,7 @@ ACCOUNTS_OF: Final[dict[str, Callable[[], str | None]]] = {
         bins_of_a_stream_that_ends,
         bins_that_nobody_uses,
         nobody_takes_anything_inside,
+        the_order_of_locks,
     )
 }
 
@@ -279,28 +309,38 @@ MUTANTS: Final = (
     _m(
         "lock_a_hit_does_not_look_whether_anybody_is_inside",
         "account: nobody_takes_anything_inside",
-        (f"{FRONT}.acquire", "if not inside.busy and blocks", "if blocks"),
+        (f"{FRONT}.acquire", "blocks[-1 - (inside.busy << 50)]", "blocks[-1]"),
     ),
     _m(
         "lock_what_was_freed_last_goes_back_while_somebody_is_inside",
         "account: nobody_takes_anything_inside",
-        (f"{FRONT}.acquire", "if not inside.busy and lane.block", "if lane.block"),
+        (f"{FRONT}.acquire", "or last.generation != kept or busy:", "or last.generation != kept:"),
     ),
     _m(
         "lock_a_free_is_put_down_while_somebody_is_inside",
         "account: nobody_takes_anything_inside",
-        (f"{FREES}.put_down_last", "if not inside.busy and lane.block", "if lane.block"),
+        (f"{FREES}.put_down_last", "or last.generation != kept or busy:", "or last.generation != kept:"),
     ),
     _m(
         "lock_nobody_hears_that_a_section_has_begun",
         "account: nobody_takes_anything_inside",
         (f"{LOCK}.acquire", "self.inside.busy = 1", "pass"),
     ),
+    _m(
+        "lock_who_holds_the_one_below_gets_it",
+        "account: the_order_of_locks",
+        (f"{LOCK}.acquire", "or (below is not None and below.held_here())", ""),
+    ),
+    _m(
+        "lock_who_holds_another_pools_waits_for_it",
+        "account: the_order_of_locks",
+        (f"{LOCK}.acquire", "if self.elsewhere is not None and self.elsewhere():", "if False:"),
+    ),
     _m("lock_a_capture_begins_without_it", "seeds: three_and_a_capture", (f"{CAPTURING}.begins", *LOCKED)),
     _m(
         "lock_a_finaliser_comes_back_into_the_locked_section",
         "garbage: inside_free",
-        (f"{LOCK}.acquire", "if inner._is_owned():\n        if not", "if False:\n        if not"),
+        (f"{LOCK}.acquire", "if inner._is_owned() or (below", "if (below"),
     ),
     _m(
         "lock_what_another_thread_gets_from_the_driver_is_not_counted",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -73,6 +74,7 @@ def nobody_takes_anything_inside(uses: str = "declared") -> str | None:
     What is wrong, or None.
     """
     told: list[str] = []
+    assumed = uses == "assumed"
     locked = Front._locked
     for name in SECTIONS:
         gpu = SimDevice(memory=1 << 28)
@@ -86,11 +88,16 @@ def nobody_takes_anything_inside(uses: str = "declared") -> str | None:
         lines, frees = (own.timeline, second.timeline), pool._frees
 
         def intrude(pool: CachingAllocator = pool, lines: tuple[Any, Any] = lines, name: str = name) -> None:
-            before = len(pool.frees)
-            if any(pool.front.acquire(SIZE, line, uses == "assumed") is not None for line in lines):
-                told.append(f"{name}: a block is taken by another thread")
-            elif pool._frees.put_down_last() or len(pool.frees) != before:
-                told.append(f"{name}: a free is put down by another thread")
+            lane = pool.lane
+            assert lane is not None
+            there, generation = lane.block, lane.generation
+            takes: list[Callable[[], object]] = [partial(pool.front.acquire, SIZE, line, assumed) for line in lines]
+            for take in (pool._frees.put_down_last, *takes):
+                if take():
+                    told.append(f"{name}: a block is taken, or put down, by another thread")
+                if there is not None and lane.block is None:  # refused, and put behind the others
+                    assert lane.rest.pop() == (there, generation, None)
+                    lane.put(there, generation)
 
         def inside(file: str, held: bool) -> bool:
             return held and not file.endswith(("sync.py", "front.py", "gil.py"))  # there it begins, and ends

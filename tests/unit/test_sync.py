@@ -6,12 +6,25 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import cast
 
 import pytest
 
+from allocator import CachingAllocator, SimDevice, Stream
 from allocator.errors import Reentered
-from allocator.sync import LockLike, OwnedLock, Shield, inner_of, make_lock, shield, shielded, use_lock_factory
+from allocator.gil import GilLock
+from allocator.sync import (
+    LockLike,
+    OwnedLock,
+    Shield,
+    in_order,
+    inner_of,
+    make_lock,
+    shield,
+    shielded,
+    use_lock_factory,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -217,3 +230,89 @@ def test_a_loop_that_handles_signals_outside_python_keeps_its_handler(monkeypatc
     with idle, idle:
         assert idle.depth == 0
     assert touched == []
+
+
+# -- the order of locks ----------------------------------------------------------------------------
+
+
+def held_by_another(lock: OwnedLock) -> tuple[threading.Thread, threading.Event]:
+    """A thread that is inside the lock's section until the event is set."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait(10)
+    return thread, leave
+
+
+def test_who_holds_the_lock_below_is_refused_and_does_not_wait() -> None:
+    """A finaliser in the timelines' section asks the pool, which another thread holds that wants the timelines."""
+    lock, below = OwnedLock(), OwnedLock()
+    in_order(lock, below, bool)
+    thread, leave = held_by_another(lock)
+    with below:
+        assert not lock.acquire(timeout=5)
+        assert not lock.acquire(blocking=False)
+        with pytest.raises(Reentered), lock:
+            pass
+    leave.set()
+    thread.join()
+    with below, pytest.raises(Reentered), lock:  # nor where nobody has it: the section would ask for `below` again
+        pass
+    with lock, below:
+        assert lock.held_here() and below.held_here()
+    assert not lock.held_here() and not below.held_here()
+
+
+def test_who_holds_another_lock_like_it_gets_it_where_it_need_not_wait() -> None:
+    """A finaliser in one pool's section uses another pool, and the other way round in another thread."""
+    first, second = OwnedLock(), OwnedLock()
+    for lock, other in ((first, second), (second, first)):
+        in_order(lock, OwnedLock(), other.held_here)
+    with first, second:
+        assert second.held_here()
+    thread, leave = held_by_another(second)
+    with first:
+        assert not second.acquire(timeout=5)
+        with pytest.raises(Reentered):
+            second.acquire()
+    leave.set()
+    thread.join()
+    assert second.acquire(timeout=5)
+    second.release()
+
+
+@pytest.mark.parametrize("call", ["allocate", "hit", "drain_frees", "record_stream", "stats", "trim", "close"])
+def test_a_finaliser_inside_the_timelines_section_waits_for_nobody(call: str) -> None:
+    gpu = SimDevice(memory=1 << 28)
+    pool = CachingAllocator(gpu)
+    stream, second = Stream(gpu), Stream(gpu)
+    held = pool.allocate(4096, stream=stream)
+    pool.allocate(512, stream=stream).close()
+    assert isinstance(pool._lock, OwnedLock | GilLock)
+    thread, leave = held_by_another(pool._lock)  # type: ignore[arg-type]
+    try:
+        with pool._registry.lock, suppress(Reentered):  # as the collector would come in there
+            match call:
+                case "allocate":
+                    pool.allocate(100_000, stream=stream)
+                case "hit":
+                    pool.allocate(512, stream=stream)
+                case "record_stream":
+                    held.record_stream(second)
+                case "close":
+                    held.close(stream=second)
+                case _:
+                    getattr(pool, call)()
+    finally:
+        leave.set()
+        thread.join()
+    held.close()
+    gpu.run_until_idle()
+    pool.check()
+    assert pool.stats().allocated_bytes == 0

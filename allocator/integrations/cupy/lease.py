@@ -91,9 +91,15 @@ class Lease:
 
     def end(self) -> None:
         """Give the block back now.  Twice is harmless."""
-        generation, self._generation = self._generation, -1
-        if generation >= 0:
-            self._give_back(generation, None)
+        if HOOKS.seen:
+            generation, self._generation = self._generation, -1
+            if generation >= 0:
+                self._give_back(generation, None)
+            return
+        entry = (self._block, self._generation, None)
+        if self._generation >= 0:
+            self._generation = -1
+            self.route.put_down(entry)
 
     def _give_back(self, generation: int, doubtful: list[Lease] | None) -> None:
         """Queue the free, and tell CuPy's memory hooks where any are in use."""
@@ -129,6 +135,10 @@ class Lease:
             else:
                 route, block = self.route, self._block
                 lane = route.lane
+                if lane is None:
+                    route.put_down((block, generation, None))
+                    return
                 # As `Lane.put`, without a call.
-                if lane is not None and lane.block is None and not lane.rest: lane.generation = generation; lane.block = block; return  # noqa: E501, E701, E702  # fmt: skip
-                route.put_down((block, generation, None))
+                before = lane.block; then = lane.generation; lane.block = block; lane.generation = generation  # noqa: E702  # fmt: skip
+                if before is not None:
+                    route.put_down((before, then, None))

@@ -34,25 +34,19 @@ OPENS = ("CALL", "PRECALL", "RESUME", "JUMP_BACKWARD", "SEND", "YIELD", "IMPORT"
 """Instructions after which, or in which, others may come in, by how their names begin."""
 
 
-def sections(function: Any) -> list[list[tuple[int, str]]]:
-    """The lines, numbered, from each look at `busy` that takes something to the `return` that ends it."""
-    lines, first = inspect.getsourcelines(function)
-    found: list[list[tuple[int, str]]] = []
-    at = 0
-    while at < len(lines):
-        if ".busy and" in lines[at]:
-            section = [(first + at, lines[at])]
-            depth = len(lines[at]) - len(lines[at].lstrip())
-            while True:
-                at += 1
-                text = lines[at]
-                section.append((first + at, text))
-                if "return" in text and ("return block" in text or "append" in text):
-                    break
-                assert text.strip() == "" or len(text) - len(text.lstrip()) >= depth
-            found.append(section)
-        at += 1
-    return found
+def lines_from(function: Any, first: str, last: str) -> dict[int, str]:
+    """The lines of its source by number, from the one with `first` to the next one with `last`."""
+    lines, at = inspect.getsourcelines(function)
+    begin = next(n for n, text in enumerate(lines) if first in text)
+    end = next(n for n, text in enumerate(lines) if n >= begin and last in text)
+    return {at + n: lines[n] for n in range(begin, end + 1)}
+
+
+def without(lines: dict[int, str], first: str, last: str) -> dict[int, str]:
+    """The same without the part from `first` to `last`, where nothing has been taken."""
+    begin = next(n for n, text in lines.items() if first in text)
+    end = next(n for n, text in lines.items() if n >= begin and last in text)
+    return {n: text for n, text in lines.items() if not begin < n <= end}
 
 
 def opens(function: Any, lines: set[int]) -> list[str]:
@@ -68,39 +62,59 @@ def opens(function: Any, lines: set[int]) -> list[str]:
     return found
 
 
+def branches(function: Any, lines: set[int]) -> list[str]:
+    """Instructions in these lines at which a monitor of branches is called, from Python 3.12 on."""
+    found, number = [], 0
+    for step in dis.get_instructions(function):
+        if sys.version_info >= (3, 13):
+            number = step.line_number or number
+        elif step.starts_line is not None:
+            number = step.starts_line
+        if number in lines and ("_IF_" in step.opname or step.opname.startswith("FOR_ITER")):
+            found.append(f"{number}: {step.opname}")
+    return found
+
+
 def test_from_the_look_at_busy_to_the_last_change_nothing_lets_others_in() -> None:
-    taking = sections(Front.acquire)
-    assert len(taking) == 2, "what was freed last, and what lies in the bin"
-    for section in taking:
-        left = [text for _, text in section if "_locked" in text]  # nothing was taken
-        assert len(left) <= 1
-        lines = {number for number, text in section if "_locked" not in text}
-        assert opens(Front.acquire, lines) == []
-    (section,) = sections(Frees.put_down_last)
-    lines = {number for number, _ in section[:-1]}
-    assert opens(Frees.put_down_last, lines) == []
-    last = opens(Frees.put_down_last, {section[-1][0]})
-    assert len([step for step in last if ": CALL" in step]) == 1, "the last change is a call: others come in after it"
+    turn = lines_from(Front.acquire, "busy = inside.busy", "return last")
+    assert opens(Front.acquire, set(without(turn, "if block is not last", "return self._locked"))) == []
+    hit = lines_from(Front.acquire, "inside.busy << 50", "return block")
+    assert opens(Front.acquire, set(without(hit, "del blocks[-1]", "return self._locked"))) == []
+    down = without(
+        lines_from(Frees.put_down_last, "busy = self.inside.busy", "bin_.blocks.append(last)"),
+        "if block is not last", "return False",
+    )  # fmt: skip
+    last = max(down)
+    assert opens(Frees.put_down_last, set(down) - {last}) == []
+    calls = [step for step in opens(Frees.put_down_last, {last}) if ": CALL" in step]
+    assert len(calls) == 1, "the last change is a call: others come in after it"
 
 
-@pytest.mark.parametrize(
-    "function", [Lane.put, Lane._line_up, Allocation.__del__, CachingAllocator.free], ids=lambda f: f.__qualname__
-)
-def test_the_place_is_looked_at_and_changed_in_one_line(function: Any) -> None:
+EXCHANGED = "block = lane.block; then = lane.generation; lane.block = None"
+PUT = "before = lane.block; then = lane.generation; lane.block = block; lane.generation = generation"
+PLACES = {
+    Lane.put: PUT.replace("lane.", "self."), Lane._line_up: EXCHANGED.replace("lane.", "self."),
+    Allocation.__del__: PUT, CachingAllocator.free: PUT, Front.acquire: EXCHANGED, Frees.put_down_last: EXCHANGED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", PLACES, ids=lambda f: f.__qualname__)
+def test_what_is_in_the_place_is_read_and_changed_in_one_line_without_a_branch(function: Any) -> None:
     lines, first = inspect.getsourcelines(function)
-    (at,) = [n for n, text in enumerate(lines) if ".block" in text and ("rest" in text or ".block = None" in text)]
-    steps = opens(function, {first + at})
-    if function is Lane._line_up:
-        assert len([step for step in steps if ": CALL" in step]) == 1 and ".appendleft(entry)" in lines[at]
-    else:
-        assert steps == []
+    (at,) = [n for n, text in enumerate(lines) if PLACES[function] in text]
+    assert opens(function, {first + at}) == [] and branches(function, {first + at}) == []
+
+
+def test_what_is_taken_out_of_a_bin_is_so_too() -> None:
+    assert branches(Front.acquire, set(lines_from(Front.acquire, "inside.busy << 50", "del blocks[-1]"))) == []
 
 
 def test_cupys_lease_does_so_as_well() -> None:
     pytest.importorskip("cupy", reason="CuPy's lease needs CuPy")
     from allocator.integrations.cupy.lease import Lease
 
-    test_the_place_is_looked_at_and_changed_in_one_line(Lease.__del__)
+    PLACES[Lease.__del__] = PUT
+    test_what_is_in_the_place_is_read_and_changed_in_one_line_without_a_branch(Lease.__del__)
 
 
 def test_what_is_read_and_written_there_is_no_property() -> None:
@@ -119,15 +133,27 @@ def test_the_test_sees_what_lets_others_in() -> None:
         if not told.busy and blocks: block = blocks.pop()  # noqa: E701  # fmt: skip
         return block
 
-    ((first, *_),) = sections(calls)
-    assert opens(calls, {first[0]}) != []
+    lines = set(lines_from(calls, "told.busy", "pop"))
+    assert opens(calls, lines) != [] and branches(calls, lines) != []
 
 
 # -- tried: another thread comes in at each line -----------------------------------------------------------------------
 
 
 SIZE = 4096
-INTRUSIONS = ("take", "take other", "free", "end", "free and take", "drain", "flush", "trim", "stats", "seal")
+INTRUSIONS = (
+    "take",
+    "take other",
+    "passed on",
+    "free",
+    "end",
+    "free and take",
+    "drain",
+    "flush",
+    "trim",
+    "stats",
+    "seal",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +216,7 @@ def test_another_thread_comes_in_at_any_line(uses: str, kind: str, freed: str) -
                 last.close()
             taken.append(pool.allocate(SIZE, stream=own))
         assert at.failed == []
+        gpu.launch(own, 1000, writes=[taken[-1]])
         held = [one for one in (*taken, *kept[4:]) if not one.closed]
         assert len({one.ptr for one in held}) == len(held), f"held twice; line {nth}"
         pool.drain_frees()
@@ -200,6 +227,7 @@ def test_another_thread_comes_in_at_any_line(uses: str, kind: str, freed: str) -
         for one in everything:
             one.close()
         gpu.run_until_idle()
+        assert gpu.races == [], f"line {nth}"
         pool.check()
         pool.trim()
         assert pool.stats().allocated_bytes == 0
@@ -213,3 +241,96 @@ def test_another_thread_comes_in_at_any_line(uses: str, kind: str, freed: str) -
 @pytest.mark.parametrize("uses", ["declared", "assumed"])
 def test_nothing_is_taken_while_another_thread_is_inside(uses: str) -> None:
     assert nobody_takes_anything_inside(uses) is None
+
+
+def hot(file: str, inside: bool) -> bool:
+    """The lines of a hit, outside the pool's lock."""
+    return not inside and file.endswith(("front.py", "frees.py", "lane.py"))
+
+
+def a_hit(pool: CachingAllocator, stream: Stream) -> Allocation:
+    """Of another size than all others here; afterwards nobody is inside, and says so."""
+    pool.allocate(8 * SIZE, stream=stream).close()
+    held = pool.allocate(8 * SIZE, stream=stream)
+    assert not pool._frees.inside.busy
+    return held
+
+
+@pytest.mark.parametrize("size", [512, SIZE])
+@pytest.mark.parametrize("uses", ["declared", "assumed"])
+def test_a_block_that_has_been_somebody_elses_meanwhile_is_not_taken_back(uses: str, size: int) -> None:
+    """Freed, looked at, passed on to another stream, used there, and freed by that one before it is taken."""
+    for nth in range(1, 200):
+        gpu = SimDevice(memory=1 << 28)
+        pool = CachingAllocator(gpu, config=Config(uses=uses))
+        own, second = Stream(gpu), Stream(gpu)
+        first = pool.allocate(SIZE, stream=own)
+        held: list[Any] = []
+
+        def intrude(
+            pool: CachingAllocator = pool, gpu: SimDevice = gpu, second: Stream = second, held: list[Any] = held
+        ) -> None:
+            pool.settle()
+            other = pool.allocate(size, stream=second)
+            gpu.launch(second, 10**9, writes=[other])
+            held.append(a_hit(pool, second))
+            other.close()
+
+        pool._frees.inside.busy = 0
+        with AtLine(pool, nth, intrude, hot) as at:
+            first.close()
+            taken = pool.allocate(SIZE, stream=own)
+        assert at.failed == []
+        gpu.launch(own, 10, writes=[taken])
+        others = [pool.allocate(SIZE, stream=own) for _ in range(3)]
+        assert len({one.ptr for one in (taken, *others, *held)}) == 4 + len(held), f"line {nth}"
+        assert taken._block.size == SIZE, f"line {nth}"
+        gpu.run_until_idle()
+        assert gpu.races == [], f"line {nth}"
+        pool.drain_frees()
+        pool.check()
+        if at.passed < nth:
+            return
+    pytest.fail("more lines than were tried")
+
+
+@pytest.mark.parametrize("uses", ["declared", "assumed"])
+def test_a_stamp_is_no_older_than_its_free(uses: str) -> None:
+    """Freed, its stream looked at, taken and used again by that stream behind a seqno that is over, and freed again."""
+    for nth in range(1, 200):
+        gpu = SimDevice(memory=1 << 28)
+        pool = CachingAllocator(gpu, config=Config(uses=uses, seal_frees=10**6))
+        own = Stream(gpu)
+        Stream(gpu)
+        kept = [pool.allocate(n * SIZE, stream=own) for n in (1, 1, 2)]
+        kept[0].close()
+        kept[2].close()
+        pool.drain_frees()  # the bins are noted
+        held: list[Any] = []
+        used: list[Block] = []
+
+        def intrude(
+            pool: CachingAllocator = pool, gpu: SimDevice = gpu, own: Stream = own, held: list[Any] = held,
+            used: list[Block] = used,
+        ) -> None:  # fmt: skip
+            pool.drain_frees()
+            mine = pool.allocate(SIZE, stream=own)
+            own.timeline.close()  # type: ignore[union-attr]  # as a question does
+            pool.stats()  # and it is over
+            gpu.launch(own, 10**9, writes=[mine])
+            held.append(a_hit(pool, own))
+            mine.close()
+            used.append(mine._block)
+
+        pool._frees.inside.busy = 0
+        with AtLine(pool, nth, intrude, hot) as at:
+            kept[1].close()
+            held.append(pool.allocate(2 * SIZE, stream=own))
+        assert at.failed == [] and len(used) <= 1
+        pool.drain_frees()
+        for block in used:  # the stream is busy with it
+            assert not pool._registry.order.done(block.stamp), f"line {nth}"
+        assert gpu.races == [], f"line {nth}"
+        if at.passed < nth:
+            return
+    pytest.fail("more lines than were tried")

@@ -135,11 +135,11 @@ def test_s16_memory_asked_for_inside_our_own_section_comes_without_a_pool(
     with stream:
         array(4 * MIB)
         with lock:
-            inner = array(3 * MIB)  # what the timelines' lock guards is only read for a plain allocation
-            assert (inner.data.ptr == 1 << 40) == (which == "pool")
+            inner = array(3 * MIB)  # inside the timelines' as well: another thread may hold the pool's, and want them
+            assert inner.data.ptr == 1 << 40
             del inner
             late = library.Stream()
-        assert array(4 * MIB).data.mem.pool is pool
+        assert array(5 * MIB).data.mem.pool is pool  # no hit: this memory may come from another stream
     line = pool._registry.owners[id(late)]  # made where it could not be seen; seen since
     assert line.owner is late
     pool.check()
