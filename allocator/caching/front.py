@@ -125,8 +125,8 @@ class Front:
                     busy = inside.busy; block = lane.block; then = lane.generation; lane.block = None  # noqa: E702  # fmt: skip
                     if block is not last or then != kept or last.generation != kept or busy:
                         if block is not None:  # somebody else's, or not now
-                            self._put_down((block, then, None))
-                            block = None
+                            entry, block = (block, then, None), None  # ours no more, should Ctrl-C come after the call
+                            self._put_down(entry)
                         return self._locked(nbytes, line, assumed)
                     # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
                     # nobody else sees a stamp, and no seqno is due for it.
