@@ -2,6 +2,7 @@
 # All that needs a GPU, part by part, each with its log and figures in a folder:
 #
 #   tests/gpu/everything.sh OUT [PART ...]      parts: tests cupy programs bench stress churn   (default: all, in this order)
+#                                               and: again
 #
 # tests     pytest tests/gpu, with a million allocations in CuPy's canary, and the conformance suite
 # cupy      CuPy's own tests on its own pool and on Weir, group by group; CUPY_SDIST names cupy-*.tar.gz, else this part is left out
@@ -9,6 +10,8 @@
 # bench     weir bench --table: the aims for speed
 # stress    weir stress --soak, 20 minutes unless STRESS_SECONDS says otherwise
 # churn     ten minutes of products and decompositions, all pools at once
+# again     CuPy's tests of its pools, AGAIN times (5) on CuPy's pool, on Weir, and on Weir without context events: which runs
+#           end (docs/results/2026-12-01-h200-2.md); needs CUPY_SDIST
 #
 # A part that fails does not stop the others; the exit status is the number of parts that failed.
 # PYTHON: the interpreter (python3); TURNS, JOBS, CUPY_CANARY, CHURN_SECONDS: see below.  Each part prints one line when it begins and one when it ends.
@@ -81,6 +84,22 @@ for name; do
     churn)
       part churn "$python" -m allocator.stress.benchmarks.cupy_streams churn --pools cupy async weir --together --turns 1 \
         --seconds "${CHURN_SECONDS:-600}" --samples --json "$out/churn.jsonl"
+      ;;
+    again)
+      tests=$(mktemp -d)
+      tar xzf "${CUPY_SDIST:?set CUPY_SDIST to the source archive of CuPy}" -C "$tests" --wildcards '*/tests/*' '*/pyproject.toml'
+      for turn in $(seq "${AGAIN:-5}"); do
+        for how in cupy weir weir-no-context-events; do
+          plugin=() context=
+          [ "$how" = cupy ] || plugin=(-p weir_plugin)
+          [ "$how" = weir-no-context-events ] && context=0
+          part "again-$how-$turn" env ${context:+WEIR_CONTEXT_EVENTS=0} CUPY_TEST_GPU_LIMIT=1 PYTHONHASHSEED=0 \
+            PYTHONPATH="$PWD/tests/cupy_suite:$PYTHONPATH" timeout --signal=ABRT --kill-after=5 60 \
+            "$python" -X faulthandler -m pytest -v -p no:cacheprovider -n 1 --dist load ${plugin[@]+"${plugin[@]}"} \
+            --rootdir "$(echo "$tests"/cupy-*)" "$(echo "$tests"/cupy-*)/tests/cupy_tests/cuda_tests/test_memory.py"
+        done
+      done
+      rm -r "$tests"
       ;;
     *)
       echo "no part is called $name" >&2
