@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final
@@ -56,23 +55,18 @@ class GilLock:
     which it is given back, because this class is compiled.
     """
 
-    __slots__ = ("_inner", "below", "elsewhere", "inside")
+    __slots__ = ("_inner", "below", "inside")
 
     def __init__(self) -> None:
         self._inner: Any = threading.RLock()
         self.inside = Inside()
         self.below: Any = None
-        self.elsewhere: Callable[[], bool] | None = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As `threading.Lock.acquire`, but False at once where this thread must not have it and does not insist."""
         if self._inner._is_owned() or (self.below is not None and self.below.held_here()):
             return refused(blocking, timeout)
-        taken: bool = self._inner.acquire(False)
-        if not taken and blocking:
-            if self.elsewhere is not None and self.elsewhere():
-                return refused(blocking, timeout)
-            taken = self._inner.acquire(True, timeout)
+        taken: bool = self._inner.acquire(blocking, timeout)
         if taken:
             self.inside.busy += 1
         return taken

@@ -66,15 +66,13 @@ class OwnedLock:
     at the end of a section of its own, says that nobody is inside.
     """
 
-    __slots__ = ("__exit__", "below", "elsewhere", "inner", "inside", "release")
+    __slots__ = ("__exit__", "below", "inner", "inside", "release")
 
     def __init__(self, inner: InnerLock | None = None) -> None:
         self.inner: InnerLock = threading.RLock() if inner is None else inner  # type: ignore[assignment]  # typeshed hides `_is_owned`
         self.inside = Inside()
         self.below: Any = None
         """A lock that comes after this one in the order of locks: who holds it does not get this one."""
-        self.elsewhere: Callable[[], bool] | None = None
-        """Does this thread hold another lock like this one?  Then it must not wait for this one."""
         self.__exit__ = self.inner.__exit__
         self.release = self.inner.release
         """As `threading.Lock.release`."""
@@ -85,11 +83,7 @@ class OwnedLock:
         if inner._is_owned() or (below is not None and below.held_here()):
             return refused(blocking, timeout)
         try:
-            taken = inner.acquire(False)
-            if not taken and blocking:
-                if self.elsewhere is not None and self.elsewhere():
-                    return refused(blocking, timeout)
-                taken = inner.acquire(True, timeout)
+            taken = inner.acquire(blocking, timeout)
             if taken:
                 self.inside.busy = 1  # before the section's first step, whoever came in since
             return taken
@@ -110,11 +104,11 @@ class OwnedLock:
         return self.acquire()
 
 
-def in_order(lock: LockLike, below: LockLike, elsewhere: Callable[[], bool]) -> None:
-    """A finaliser or a signal handler may run inside `below`'s section, or inside one of a lock like this one, and ask
-    for this lock: it is refused where waiting could be for ever (R1, DESIGN 5)."""
+def in_order(lock: LockLike, below: LockLike) -> None:
+    """`below` comes after this lock in the order of locks (R1).  A finaliser or a signal handler that runs inside its
+    section, and asks for this one, is refused: who has it may be waiting for `below` (DESIGN 5)."""
     if isinstance(lock, (OwnedLock, GilLock)):
-        lock.below, lock.elsewhere = below, elsewhere
+        lock.below = below
 
 
 def inner_of(lock: LockLike) -> tuple[LockLike | InnerLock, Callable[[], bool], Inside | None]:

@@ -74,7 +74,7 @@ class Accounts:
         self.turns = 0
         """Blocks that were freed and handed out again in one step, where no mark can be due for them."""
         self.turned_sum = 0
-        """Bytes asked for in those turns where free and allocation asked for the same."""
+        """Bytes that were given back in them."""
         self.cross_frees = 0
         self.served: Counter[str] = Counter()
         """Allocations by reuse kind, those from the bins apart."""

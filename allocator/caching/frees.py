@@ -119,7 +119,10 @@ class Frees:
             if stray.blocks and not stray.filled:
                 self._shelves.note_bin(stray)
         while queue:
-            entry: tuple[Block, int, Timeline | Anyone | list[Holder] | None] = queue[0]
+            try:
+                entry: tuple[Block, int, Timeline | Anyone | list[Holder] | None] = queue[0]
+            except IndexError:  # a hit has the only one in its hands, and puts it back: for the next call
+                break
             block, generation, named = entry
             if block.generation == generation:
                 bin_ = block.bin
@@ -210,7 +213,10 @@ class Frees:
             self.drain()
             return
         for _ in range(most):
-            entry: tuple[Block, int, Timeline | Anyone | list[Holder] | None] = queue[0]
+            try:
+                entry: tuple[Block, int, Timeline | Anyone | list[Holder] | None] = queue[0]
+            except IndexError:
+                return
             block, generation, named = entry
             if block.generation == generation:
                 self._put_down(block, named)

@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -40,7 +39,6 @@ from allocator.caching.snapshot import snapshot
 from allocator.config import Config
 from allocator.devices import CudaDevice, Device
 from allocator.errors import AllocatorError, CorruptionError, DriverError, OutOfMemoryError, PoolClosed, StreamCapturing
-from allocator.gil import GilLock
 from allocator.resource import Holder
 from allocator.sizes import check_request, format_size, round_up
 from allocator.stats import Stats
@@ -55,7 +53,7 @@ from allocator.streams import (
     destroy_orphans,
     target,
 )
-from allocator.sync import LockLike, OwnedLock, in_order, inner_of, make_lock, shield, shielded
+from allocator.sync import in_order, inner_of, make_lock, shield, shielded
 
 _log = logging.getLogger("allocator")
 _numbers = itertools.count()
@@ -142,7 +140,7 @@ class CachingAllocator:
         self._capturing = Capturing(self._registry, self._heap, self._shelves, self._frees, self._accounts, self._lock)
         self._closed = False
         self._always_careful = self.front.careful = self.config.detect_captures or checked
-        in_order(self._lock, self._registry.lock, partial(_inside_another, self._lock))
+        in_order(self._lock, self._registry.lock)
         _pools[self] = None
         self._registry.pools[self] = None
         if self._registry.captures.active:
@@ -842,12 +840,6 @@ class CallbackHandle:
         if not self._removed and self._callback in self._callbacks:
             self._removed = True
             self._callbacks.remove(self._callback)
-
-
-def _inside_another(mine: LockLike) -> bool:
-    """Is this thread inside the locked section of another pool?"""
-    others = (pool._lock for pool in list(_pools) if pool._lock is not mine)
-    return any(isinstance(lock, OwnedLock | GilLock) and lock.held_here() for lock in others)
 
 
 class _Nowhere:

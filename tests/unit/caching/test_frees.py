@@ -178,3 +178,25 @@ def test_r13_under_pressure_every_drain_seals(gpu: SimDevice, make: MakePool) ->
     assert gpu.calls["cuEventRecord"] > before
     gpu.resume(a)
     kept.close()
+
+
+def test_a_free_that_a_hit_has_in_its_hands_for_a_moment_is_left_to_the_next_call(make: MakePool) -> None:
+    """A hit that is refused puts back what it took; in between, where 3.11 may collect, the queue may be empty."""
+    pool = make()
+
+    class Flickers:
+        def __bool__(self) -> bool:
+            return True
+
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, at: int) -> object:
+            raise IndexError(at)
+
+    before, pool._frees.queue = pool._frees.queue, Flickers()
+    with pool._lock:
+        assert not pool._frees.drain()
+        pool._frees.drain_some(0)
+    pool._frees.queue = before
+    pool.check()
