@@ -26,7 +26,7 @@ COMPILED: Final = not __file__.endswith(".py")
 """Does the compiled code of this package run, or its source?"""
 STEPS_HOLD: Final = (
     sys.implementation.name == "cpython"
-    and (3, 11) <= sys.version_info[:2] <= (3, 14)
+    and (3, 11) <= sys.version_info[:2] <= (3, 13)
     and not sysconfig.get_config_var("Py_GIL_DISABLED")
 )
 """Are steps that call nothing one step to all other threads?"""
