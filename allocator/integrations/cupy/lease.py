@@ -91,18 +91,15 @@ class Lease:
 
     def end(self) -> None:
         """Give the block back now.  Twice is harmless."""
-        if HOOKS.seen:
-            generation, self._generation = self._generation, -1
-            if generation >= 0:
-                self._give_back(generation, None)
-            return
-        entry = (self._block, self._generation, None)
-        if self._generation >= 0:
-            self._generation = -1
-            self.route.put_down(entry)
+        generation = self._generation
+        if generation >= 0:
+            self._give_back(generation, None)
 
     def _give_back(self, generation: int, doubtful: list[Lease] | None) -> None:
-        """Queue the free, and tell CuPy's memory hooks where any are in use."""
+        """Queue the free, and tell CuPy's memory hooks where any are in use.
+
+        Until it is about to be queued the lease holds the block, so that Ctrl-C leaves it to the lease's end.
+        """
         block = self._block
         entry = (block, generation, doubtful)
         if HOOKS.seen and not sys.is_finalizing():
@@ -114,6 +111,8 @@ class Lease:
                     "mem_ptr": block.ptr,
                     "pmem_id": getattr(self, "key", 0) or id(self),
                 }
+                if doubtful is None:
+                    self._generation = -1
                 try:
                     for hook in hooks:
                         hook.free_preprocess(**named)
@@ -122,7 +121,10 @@ class Lease:
                 for hook in hooks:
                     hook.free_postprocess(**named)
                 return
-        self.route.put_down(entry)
+        put_down = self.route.put_down
+        if doubtful is None:
+            self._generation = -1
+        put_down(entry)
 
     def __del__(self) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import weakref
 from typing import Any
@@ -491,3 +492,33 @@ def test_ctrl_c_at_any_line_of_an_allocation_loses_nothing(
             if done:
                 break
     assert at > 10
+
+
+def test_ctrl_c_at_any_place_of_giving_memory_back_loses_nothing(pool: CachingAllocator, library: FakeCupy) -> None:
+    """`Memory.free()`: whatever has not been queued by then is queued when the memory goes."""
+    interrupted = 0
+    for nth in range(1, 40):
+        with library.Stream():
+            held = array(4096)
+        memory, passed = held.data.mem, 0
+
+        def strike(frame: object, event: str, arg: object, nth: int = nth) -> None:
+            nonlocal passed
+            passed += event in ("call", "c_return")
+            if passed == nth:
+                raise KeyboardInterrupt
+
+        before = sys.getprofile()
+        sys.setprofile(strike)
+        try:
+            memory.free()
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.setprofile(before)
+        del held, memory
+        gc.collect()
+        assert pool.stats().allocated_bytes == 0, f"place {nth}"
+        if passed < nth:
+            break
+    assert interrupted > 2
