@@ -32,7 +32,7 @@ class Home(Protocol):
     put_down: Any
     """Queues a free, in one step."""
     lane: Any
-    """The place in front of it, for a free that names no stream (caching/lane.py); None if it has none."""
+    """The place behind it, for a free that names no stream (caching/lane.py); None if it has none."""
 
     def declare_use(self, allocation: Holder, stream: object) -> None:
         """`Allocation.record_stream`."""
