@@ -51,10 +51,11 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 
 def run(
-    where: Path, parts: Sequence[str], jobs: int, report: Path, mode: str | None, seconds: float = 0
+    where: Path, tests: Sequence[str], jobs: int, report: Path, mode: str | None, seconds: float = 0
 ) -> dict[str, str]:
     """One run of pytest, on CuPy's pool where `mode` is None; the outcome of every test by its id."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=0", f"--junitxml={report}"]
+    # Verbose: the log has every outcome so far, should the run not live to write its report.
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--maxfail=0", f"--junitxml={report}"]
     # In workers, also where there is one: a crash ends a test, not the run (by class, xdist loses count of them).
     command += ["-n", str(jobs), "--dist", "load"]
     if seconds:
@@ -65,7 +66,7 @@ def run(
     if mode is not None:
         command += ["-p", "weir_plugin"]
         environ["CUPY_SUITE_POOLS"] = "1" if mode == "pools" else "0"
-    command += [str(Path("tests/cupy_tests") / part) for part in parts]
+    command += tests
     with report.with_suffix(".log").open("w") as log:
         done = subprocess.run(command, cwd=where, env=environ, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode not in (0, 1) or not report.exists():
@@ -80,6 +81,23 @@ def outcomes(report: Path) -> dict[str, str]:
         ident = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
         kinds = {child.tag for child in case}
         found[ident] = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+    return found
+
+
+def failed(report: Path, where: Path) -> list[str]:
+    """What pytest is asked for to run again what failed: file::class::name, the file below `where`."""
+    found = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        if not any(child.tag in ("failure", "error") for child in case):
+            continue
+        names = case.get("classname", "").split(".")
+        # A class made from parameters has dots in its name.
+        files = (n for n in range(1, len(names) + 1) if (where / "/".join(names[:n])).with_suffix(".py").is_file())
+        until = next(files, None)
+        if until is None:
+            raise SystemExit(f"{report}: {case.get('name')} belongs to no file below {where}; its log says why it failed")
+        owner = ".".join(names[until:])
+        found.append("::".join(filter(None, ["/".join(names[:until]) + ".py", owner, case.get("name")])))
     return found
 
 
@@ -108,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=0, help="seconds a test may take; needs pytest-timeout")
     parser.add_argument("--modes", default="allocator,pools", help="ways to use Weir (default: both)")
+    parser.add_argument(
+        "--weir-first", action="store_true", help="CuPy's pool runs only what fails on Weir: half the time"
+    )
     parser.add_argument("--reports", type=Path, help="keep reports and logs in this folder")
     options = parser.parse_args(argv)
     modes = options.modes.split(",")
@@ -121,24 +142,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = unpack(options.archive, Path(folder))
         reports = options.reports.resolve() if options.reports else Path(folder)
         reports.mkdir(parents=True, exist_ok=True)
-        # First: it compiles the kernels that the others find compiled.
-        theirs = run(where, options.parts, options.jobs, reports / "cupy.xml", None, options.timeout)
-        print(summary("CuPy's pool", theirs), flush=True)
+        tests = [str(Path("tests/cupy_tests") / part) for part in options.parts]
         status = 0
+        if not options.weir_first:
+            # First: it compiles the kernels that the others find compiled.
+            theirs = run(where, tests, options.jobs, reports / "cupy.xml", None, options.timeout)
+            print(summary("CuPy's pool", theirs), flush=True)
         for mode in modes:
-            ours = run(where, options.parts, options.jobs, reports / f"{mode}.xml", mode, options.timeout)
-            status |= told(mode, ours, theirs)
+            ours = run(where, tests, options.jobs, reports / f"{mode}.xml", mode, options.timeout)
+            print(summary(f"Weir ({mode})", ours), flush=True)
+            if options.weir_first:
+                again = failed(reports / f"{mode}.xml", where)
+                report = reports / f"cupy-{mode}.xml"
+                theirs = run(where, again, options.jobs, report, None, options.timeout) if again else {}
+                print(summary("these with CuPy's", theirs))
+            status |= told(ours, theirs, some=options.weir_first)
     return status
 
 
-def told(mode: str, ours: dict[str, str], theirs: dict[str, str]) -> int:
-    """Print how one way to use Weir compares; 1 if anything fails that should not."""
+def told(ours: dict[str, str], theirs: dict[str, str], *, some: bool) -> int:
+    """Print how one way to use Weir compares; 1 if anything fails that should not.
+
+    some: CuPy's pool ran only what failed on Weir.
+    """
     new, known = differences(ours, theirs, patterns())
-    print(summary(f"Weir ({mode})", ours))
     print(f"fail on Weir only: {len(new)} unexpected, {len(known)} listed in expected.txt")
     for test in (*new, *(f"{test} (listed)" for test in known)):
         print(f"  {test}")
-    others = len(set(ours) ^ set(theirs))
+    asked = {t for t, outcome in ours.items() if outcome == "failed"} if some else set(ours)
+    others = len(asked ^ set(theirs))
     if others:
         print(f"{others} tests ran in one of the two only")
     sys.stdout.flush()
@@ -148,7 +180,7 @@ def told(mode: str, ours: dict[str, str], theirs: dict[str, str]) -> int:
 def summary(name: str, found: dict[str, str]) -> str:
     """One line."""
     counts = {kind: sum(o == kind for o in found.values()) for kind in ("passed", "failed", "skipped")}
-    return f"{name:16} {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
+    return f"{name:17} {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ python=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 weir="import sys; from allocator.cli import main; sys.exit(main(sys.argv[1:]))"
 failed=0
+# A test that hangs ends alone, where pytest-timeout is.
+limit=()
+"$python" -c 'import pytest_timeout' 2>/dev/null && limit=(--timeout 120)
 
 part() { # name, command...
   local name=$1 begin=$SECONDS status=0
@@ -56,8 +59,6 @@ for name; do
         continue
       fi
       # A test that hangs, or crashes, ends alone; one group after the other, so that each is compared by itself.
-      limit=()
-      "$python" -c 'import pytest_timeout' 2>/dev/null && limit=(--timeout 120)
       suite() { # name, parts and options...
         local name=$1
         shift
@@ -95,7 +96,8 @@ for name; do
           [ "$how" = weir-no-context-events ] && context=0
           part "again-$how-$turn" env ${context:+WEIR_CONTEXT_EVENTS=0} CUPY_TEST_GPU_LIMIT=1 PYTHONHASHSEED=0 \
             PYTHONPATH="$PWD/tests/cupy_suite:$PYTHONPATH" timeout --signal=ABRT --kill-after=5 60 \
-            "$python" -X faulthandler -m pytest -v -p no:cacheprovider -n 1 --dist load ${plugin[@]+"${plugin[@]}"} \
+            "$python" -X faulthandler -m pytest -v -p no:cacheprovider -n 1 --dist load \
+            ${limit[@]+"${limit[@]}" --timeout-method=thread} ${plugin[@]+"${plugin[@]}"} \
             --rootdir "$(echo "$tests"/cupy-*)" "$(echo "$tests"/cupy-*)/tests/cupy_tests/cuda_tests/test_memory.py"
         done
       done

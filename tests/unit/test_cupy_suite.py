@@ -25,6 +25,30 @@ def test_a_report_tells_the_outcome_of_each_test(tmp_path: Path) -> None:
     assert compare.outcomes(report) == {A + "x": "passed", A + "y": "failed", A + "z": "failed", A + "s": "skipped"}
 
 
+def test_what_failed_is_asked_for_again_by_file_class_and_name(tmp_path: Path) -> None:
+    (tmp_path / "tests/deep").mkdir(parents=True)
+    (tmp_path / "tests/deep/test_a.py").touch()
+    report = tmp_path / "a.xml"
+    report.write_text("""<testsuites><testsuite>
+<testcase classname="tests.deep.test_a.TestA_param_0_{q=0.5}" name="test_x[1.5]"><failure/></testcase>
+<testcase classname="tests.deep.test_a" name="test_y"><error/></testcase>
+<testcase classname="tests.deep.test_a" name="test_z"/>
+</testsuite></testsuites>""")
+    assert compare.failed(report, tmp_path) == [
+        "tests/deep/test_a.py::TestA_param_0_{q=0.5}::test_x[1.5]",
+        "tests/deep/test_a.py::test_y",
+    ]
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["both run all", "CuPy's pool runs what failed"])
+def test_a_test_that_ran_in_one_of_the_two_only_is_no_success(some: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = {"both": "failed"} if some else {"both": "failed", "fine": "passed"}
+    assert compare.told({"both": "failed", "fine": "passed"}, theirs, some=some) == 0
+    assert "ran in one of the two only" not in capsys.readouterr().out
+    assert compare.told({"both": "failed", "fine": "passed"}, {}, some=some) == 1
+    assert "tests ran in one of the two only" in capsys.readouterr().out
+
+
 def test_only_what_fails_on_weir_alone_and_is_not_listed_counts() -> None:
     theirs = {"both": "failed", "ours": "passed", "listed": "passed", "skipped there": "skipped", "fine": "passed"}
     ours = {"both": "failed", "ours": "failed", "listed": "failed", "skipped there": "failed", "fine": "passed"}
