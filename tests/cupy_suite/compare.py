@@ -95,7 +95,7 @@ def failed(report: Path, where: Path) -> list[str]:
         files = (n for n in range(1, len(names) + 1) if (where / "/".join(names[:n])).with_suffix(".py").is_file())
         until = next(files, None)
         if until is None:
-            raise SystemExit(f"{report}: {case.get('name')} belongs to no file below {where}; its log says why it failed")
+            raise SystemExit(f"{report}: {case.get('name')} is of no file below {where}; its log says why it failed")
         owner = ".".join(names[until:])
         found.append("::".join(filter(None, ["/".join(names[:until]) + ".py", owner, case.get("name")])))
     return found
