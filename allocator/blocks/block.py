@@ -14,9 +14,8 @@ Next: index.py (best fit), heap.py (split and merge).
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from typing import Final, Protocol
-
-from sortedcontainers import SortedList
 
 from allocator.events import EMPTY, VectorClock
 
@@ -25,6 +24,8 @@ RETIRED: Final = 1
 IDLE: Final = 2
 STATES: Final = ("live", "retired", "idle")
 
+MOST_MET: Final = 1024
+"""Sizes remembered at most that a stream has asked for once."""
 NOBODY: Final = -1
 """`sole` of memory that nobody has used since it was mapped."""
 MANY: Final = -2
@@ -139,28 +140,42 @@ class Bin:
 class Bins:
     """The bins of one stream."""
 
-    __slots__ = ("_sizes", "by_size", "noted")
+    __slots__ = ("_met", "_sizes", "by_size", "noted")
 
     def __init__(self) -> None:
         self.by_size: dict[int, Bin] = {}
         self.noted: list[Bin] = []
         """Those that may hold blocks: all that do are here."""
-        self._sizes: SortedList = SortedList()
+        self._sizes: list[int] = []
+        """In order.  A plain list: as many as a program has sizes, and `bisect` is C."""
+        self._met: set[int] = set()
+        """Sizes without a bin that were asked for once, some time ago at most."""
 
     def any(self) -> bool:
         """Is there a block in any of them?"""
         return any(bin_.blocks for bin_ in self.by_size.values())
 
+    def met_again(self, size: int) -> bool:
+        """Is this the second time that the stream asks for a size that has no bin?"""
+        met = self._met
+        if size in met:
+            met.discard(size)
+            return True
+        if len(met) >= MOST_MET:
+            met.clear()
+        met.add(size)
+        return False
+
     def open(self, owner: Owner, size: int, assumed: bool) -> Bin:
         """A new bin for blocks of exactly `size` bytes."""
         bin_ = self.by_size[size] = Bin(self, owner, size, assumed)
-        self._sizes.add(size)
+        insort(self._sizes, size)
         return bin_
 
     def close(self, size: int) -> None:
         """The bin of that size, which is empty, goes."""
         del self.by_size[size]
-        self._sizes.discard(size)
+        del self._sizes[bisect_left(self._sizes, size)]
 
     def best_fit(self, size: int, most: int) -> Bin | None:
         """The bin of the least size from `size` up to less than `most` that has a block.
@@ -175,7 +190,7 @@ class Bins:
                     best, most = bin_, bin_.size
             return best
         sizes = self._sizes
-        at = sizes.bisect_left(size)
+        at = bisect_left(sizes, size)
         end = min(at + 16, len(sizes))
         while at < end and (candidate := sizes[at]) < most:
             bin_ = self.by_size[candidate]

@@ -112,10 +112,11 @@ class Accounts:
 
     def mark(self) -> None:
         """Reserved or idle bytes are about to change, or have just changed: bring the peaks up to date."""
-        if len(self._shelves.aged) > MOST_AGES:
-            self._count_ages()
         shelves, reserved = self._shelves, self._heap.reserved
-        in_flight = reserved - shelves.idle_bytes() - shelves.private_bytes() - self.low
+        if len(shelves.aged) > MOST_AGES:
+            self._count_ages()
+        small, large = shelves.idle
+        in_flight = reserved - small.nbytes - large.nbytes - shelves.private_bytes() - self.low
         if shelves.transit:  # new memory, on its way to who asked for it, has never been in flight
             in_flight -= sum(block.size for block in shelves.transit if block.sole == NOBODY)
         if in_flight > self.peak_in_flight:

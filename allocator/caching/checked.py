@@ -16,6 +16,7 @@ from allocator.caching.canary import Canary
 from allocator.caching.growth import Growth
 from allocator.caching.ladder import Ladder, Request
 from allocator.errors import DriverError
+from allocator.streams import Timeline
 
 
 class CheckedLadder(Ladder):
@@ -28,9 +29,14 @@ class CheckedLadder(Ladder):
         self.canary.tend()
         return super().climb(request)
 
-    def _look(self, request: Request, *, bins_first: bool = False, step: str | None = None) -> Block | None:
+    def at_hand(self, line: Timeline, requested: int, size: int, kind: int, assumed: bool) -> Block | None:
+        """Nothing is, before it is filled."""
+        return None
+
+    def _look(self, request: Request, *, first: bool = False, step: str | None = None) -> Block | None:
         self.canary.fill_finished()
-        return super()._look(request, bins_first=bins_first, step=step)
+        request.looked = -1  # whatever may have become idle
+        return super()._look(request, first=first, step=step)
 
     def _depend(self, request: Request) -> Block | None:
         return None

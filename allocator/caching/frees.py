@@ -305,6 +305,30 @@ class Frees:
             return
         owner = block.owner
         assert owner is not None, block
+        if named is None and block.users is None and not block.stamp.at:
+            stamp = self._order.stamp(owner, block.assumed)  # type: ignore[arg-type]  # owners are timelines
+            if owner is not self._first:
+                self._met(owner)
+        else:
+            stamp = self._stamp_of_several(block, owner, named)
+        self._shelves.stamped.update(stamp.at)
+        block.stamp = stamp
+        if block.kept is not None:
+            self.dropped += block.kept
+        block.users = block.kept = None
+        block.bin = None
+        block.generation += 1
+        accounts = self._accounts
+        accounts.mark()
+        accounts.allocated = allocated = accounts.allocated - block.size
+        if allocated < accounts.low:
+            accounts.low = allocated
+        accounts.freed_sum += block.requested
+        accounts.frees += 1
+        self._shelves.place(block)
+
+    def _stamp_of_several(self, block: Block, owner: Owner, named: Timeline | Anyone | None) -> VectorClock:
+        """The stamp where others than the owner used the block, or something was carried over (R3)."""
         stamp = owner.here if not block.stamp.at else owner.here.joined(block.stamp)
         users = block.users
         if users is not None or named is not None:
@@ -325,17 +349,4 @@ class Frees:
             self._accounts.cross_frees += 1
         elif owner is not self._first:
             self._met(owner)
-        self._shelves.stamped.update(stamp.at)
-        block.stamp = stamp
-        if block.kept is not None:
-            self.dropped += block.kept
-        block.users = block.kept = None
-        block.bin = None
-        block.generation += 1
-        accounts = self._accounts
-        accounts.mark()
-        accounts.allocated -= block.size
-        accounts.freed_sum += block.requested
-        accounts.frees += 1
-        self._shelves.place(block)
-        accounts.mark()
+        return stamp

@@ -1,4 +1,7 @@
-"""The hot path, and nothing else: an exact size that the same stream freed before, from a bin, with no driver call.
+"""The hot path, and nothing else: what needs no driver call, where nothing has to be looked at before.
+
+    acquire   an exact size that the same stream freed before, from a bin or from where the newest free lies, lock-free
+    fetch     the same, or the ladder's first steps, under the lock: best fit among what the stream may take at once
 
 Everything a hit touches is an attribute here, so that `acquire` can be compiled unchanged (docs/decisions/0016).
 Whatever is not plain, in the state of the pool or in the request, is left to `CachingAllocator.obtain`.
@@ -9,15 +12,20 @@ Next: pool.py (the rest of an allocation), frees.py (how blocks come back).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 from allocator.blocks import Bin, Bins, Block, Owner
 from allocator.caching.accounting import Accounts
 from allocator.caching.frees import Frees
+from allocator.caching.reaper import any_left
 from allocator.caching.shelves import Shelves
 from allocator.gil import GilLock, Inside
-from allocator.streams import Timeline
-from allocator.sync import LockLike, inner_of
+from allocator.streams import Kind, Registry, Timeline
+from allocator.sync import LockLike, inner_of, shield
+
+_EVER: Final = (Kind.LEGACY, Kind.PER_THREAD)
+"""Streams without an owner whose handles never die (R9)."""
 
 
 class Front:
@@ -28,15 +36,18 @@ class Front:
 
     __slots__ = (
         "_assumed",
+        "_at_hand",
         "_below",
         "_clears",
         "_declared",
         "_enter",
         "_frees",
         "_here",
+        "_kind",
         "_leave",
         "_put_down",
         "_queue",
+        "_registry",
         "accounts",
         "announce",
         "careful",
@@ -47,16 +58,22 @@ class Front:
     def __init__(
         self,
         lock: LockLike,
-        timelines: LockLike,
+        registry: Registry,
         shelves: Shelves,
         frees: Frees,
         accounts: Accounts,
+        kind: Callable[[int], int],
+        at_hand: Callable[[Timeline, int, int, int, bool], Block | None],
     ) -> None:
+        """kind: the class of a size.  at_hand: the ladder's first steps."""
         section, here, told = inner_of(lock)
         self._enter: Any = section.acquire
         self._leave: Any = section.release
         self._here: Any = here
-        self._below: Any = inner_of(timelines)[1]
+        self._below: Any = inner_of(registry.lock)[1]
+        self._registry = registry
+        self._kind = kind
+        self._at_hand = at_hand
         self.inside: Inside = Inside() if told is None else told
         self._clears = not isinstance(lock, GilLock)
         """Leaving the section does not say that nobody is inside: say it here."""
@@ -73,14 +90,16 @@ class Front:
         """What a device that watches is told of each hand-out: (ptr, size, whoever holds it); None for none."""
 
     def allocate(self, make: Any, pool: object, nbytes: int, line: Timeline, stream: object, assumed: bool) -> Any:
-        """What `make` makes of the block that `acquire` finds; None if it finds none.
+        """What `make` makes of the block that `acquire` or `fetch` finds; None if they find none.
 
         Here, and not with the caller: what compiled code returns is lost if Ctrl-C comes before it has a name, and an
         allocation that is lost gives its block back.
         """
         block = self.acquire(nbytes, line, assumed)
         if block is None:
-            return None
+            block = self.fetch(nbytes, line, assumed)
+            if block is None:
+                return None
         generation = block.generation
         try:
             allocation = make(pool, block, nbytes, stream)
@@ -92,7 +111,7 @@ class Front:
         return allocation
 
     def acquire(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
-        """A block of exactly the size asked for that the stream freed before; None: ask `obtain`, also for 0 bytes.
+        """A block of exactly the size asked for that the stream freed before; None: ask `fetch`, also for 0 bytes.
 
         No driver call: where marks are due (R13), `obtain` makes them.
 
@@ -140,17 +159,19 @@ class Front:
                         accounts.requested_sum += nbytes - freed
                     return last
                 if not self._frees.put_down_last():
-                    return self._locked(nbytes, line, assumed)
+                    return self._locked(nbytes, line, assumed) if lane.rest or self._frees.bounded else None
             size = (nbytes + 511) & -512
             sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
             bin_ = sizes.by_size.get(size) if sizes is not None else None
-            if bin_ is None or lane.rest:
+            if lane.rest:
                 return self._locked(nbytes, line, assumed)
+            if bin_ is None:
+                return None
             blocks = bin_.blocks
             try:
                 block = blocks[-1 - (inside.busy << 50)]; del blocks[-1]  # while somebody is inside, there is none  # noqa: E702  # fmt: skip
             except IndexError:
-                return self._locked(nbytes, line, assumed)
+                return None  # nothing there, or not now
             bin_.hits += 1
             block.requested = nbytes
             accounts.requested_sum += nbytes
@@ -193,6 +214,53 @@ class Front:
             if self._clears:
                 inside.busy = 0
             self._leave()
+        except BaseException:
+            if self._here():
+                self._leave()
+            if block is not None:
+                self._put_down((block, block.generation, None))
+            raise
+        return block
+
+    def fetch(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
+        """What needs no driver call, as everything lies; None: ask `obtain`, also for 0 bytes.
+
+        Memory may come from another stream.  Under the lock, if it can be had at once.
+        """
+        if (
+            self.careful
+            or nbytes <= 0
+            or (line.owner is None and line.kind not in _EVER)
+            or self._here()
+            or self._below()
+        ):
+            return None
+        block: Block | None = None
+        frees, inside = self._frees, self.inside
+        try:
+            if not self._enter(False):
+                return None
+            inside.busy = 1
+            with shield:  # many steps, which Ctrl-C must not part
+                if not self.careful and not frees.drain():
+                    size = (nbytes + 511) & -512
+                    sizes = (self._assumed if assumed else self._declared).get(line)
+                    bin_ = sizes.by_size.get(size) if sizes is not None else None
+                    if bin_ is not None and bin_.blocks:
+                        block = bin_.blocks.pop()
+                        bin_.hits += 1
+                        block.requested = nbytes
+                        accounts = self.accounts
+                        accounts.requested_sum += nbytes
+                        accounts.allocated += size
+                        accounts.high = max(accounts.high, accounts.allocated)
+                    elif not self._registry.orphan_events and not any_left():
+                        block = self._at_hand(line, nbytes, size, self._kind(size), assumed)
+            if self._clears:
+                inside.busy = 0
+            self._leave()
+            if frees.dropped:
+                frees.dropped.clear()  # outside every lock: foreign destructors may run here
         except BaseException:
             if self._here():
                 self._leave()

@@ -3,6 +3,7 @@
      1  own                  best fit among what the stream itself may take at once
      2  idle                 best fit among what is finished; competes with 1 on fit
      3  covered              what the stream has already waited for; no driver call
+                             1 to 3 as everything lies (`at_hand`), then with all bins emptied
      -  apart                a page of new memory, where small memory has changed streams too often (apart.py)
      4  settle               ask how far the other streams have got; then 1 to 3 again
      5  new memory           within the limit; above `max_in_flight` wait a little first
@@ -41,15 +42,19 @@ from allocator.sync import LockLike, shield
 class Request:
     """One allocation on its way down the ladder.  given: the stream's handle, alive for the length of the call."""
 
-    __slots__ = ("apart", "assumed", "given", "kind", "line", "requested", "size")
+    __slots__ = ("apart", "assumed", "given", "kind", "line", "looked", "requested", "size")
 
-    def __init__(self, line: Timeline, given: int | None, requested: int, size: int, kind: int, assumed: bool) -> None:
+    def __init__(
+        self, line: Timeline, given: int | None, requested: int, size: int, kind: int, assumed: bool, looked: int
+    ) -> None:
         self.line = line
         self.given = given
         self.requested = requested
         self.size = size
         self.kind = kind
         self.assumed = assumed
+        self.looked = looked
+        """What `Accounts.frees` was when `at_hand` found nothing."""
         self.apart = False
         """To be served by new memory, although another stream's may be free (apart.py)."""
 
@@ -89,7 +94,7 @@ class Ladder:
         Raises DriverError if the driver fails for another reason than lack of memory.
         """
         return (
-            self._look(request, bins_first=True)
+            self._look(request, first=True)
             or self._grow_apart(request)
             or self._settle(request)
             or self._grow(request)
@@ -103,11 +108,34 @@ class Ladder:
 
     # -- 1, 2, 3 --------------------------------------------------------------------------------
 
-    def _look(self, request: Request, *, bins_first: bool = False, step: str | None = None) -> Block | None:
+    def at_hand(self, line: Timeline, requested: int, size: int, kind: int, assumed: bool) -> Block | None:
+        """Steps 1 to 3 as everything lies, before anything else is tried: under the pool's lock, frees put down.
+
+        Emptying the bins would cost whoever would have found his own there.
+        """
+        shelves, accounts = self._shelves, self._accounts
+        accounts.mark()
+        self._frees.missed()
+        shelves.refresh()
+        found, step = shelves.take(line, size, kind, assumed), "own or idle"
+        if found is None:
+            found, step = shelves.take_covered(line, size, kind, assumed), "covered"
+            if found is None:
+                return None
+        block, reuse = found
+        if kind == SMALL and block.sole != line.number:
+            self.apart.hired()
+        shelves.hand_out(block, line, size, assumed)
+        accounts.hand_out(block, requested, reuse)
+        accounts.steps[step] += 1
+        accounts.low = accounts.allocated  # as `mark`: what left the shelves made nothing more in flight
+        return block
+
+    def _look(self, request: Request, *, first: bool = False, step: str | None = None) -> Block | None:
         """Steps 1 to 3 under the lock, all bins emptied first, so that what is in them can merge and serve.
 
-        bins_first: look once before that, as emptying them costs whoever would have found his own there; and not at
-        all where memory that stays apart is the cheaper choice.
+        first: right after `at_hand`; nothing is looked at again where nothing has changed, nor where memory that stays
+        apart is the cheaper choice.
         """
         shelves, accounts = self._shelves, self._accounts
         with self._lock:
@@ -115,13 +143,10 @@ class Ladder:
             self._frees.missed()
             self._frees.drain()
             found: tuple[Block, str, str] | None = None
-            if bins_first:
-                shelves.refresh()
-                found = self._find(request)
-            if found is None and bins_first and request.kind == SMALL and self._apart_pays():
+            if first and request.kind == SMALL and self._apart_pays():
                 self.apart.buy()
                 request.apart = True
-            elif found is None and (shelves.flush() or not bins_first):
+            elif shelves.flush() or not first or accounts.frees != request.looked:
                 shelves.refresh()
                 found = self._find(request)
             block: Block | None = None

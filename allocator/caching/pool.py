@@ -32,7 +32,7 @@ from allocator.caching.frees import ANYONE, Anyone, Frees
 from allocator.caching.front import Front
 from allocator.caching.growth import Growth
 from allocator.caching.ladder import Ladder, Request
-from allocator.caching.reaper import forget_all, leave, reap
+from allocator.caching.reaper import any_left, forget_all, leave, reap
 from allocator.caching.settling import Settling
 from allocator.caching.shelves import Shelves
 from allocator.caching.snapshot import snapshot
@@ -60,6 +60,10 @@ _numbers = itertools.count()
 _pools: weakref.WeakKeyDictionary[CachingAllocator, None] = weakref.WeakKeyDictionary()
 AT_SCRAPE = 2048
 """Blocks that one reading of statistics moves out of the bins at most."""
+BARE_FREES = 8
+"""Frees after which a stream known by a bare handle is marked again, when the handle is given."""
+MOST_BARE = 1024
+"""Such streams that are remembered."""
 
 
 class CachingAllocator:
@@ -133,10 +137,20 @@ class CachingAllocator:
         """Where they queue all others, in one step."""
         self._backlog: Any = self._frees.backlog
         self._uses = None if self.config.uses == "auto" else self.config.uses == "assumed"
-        self.front = Front(self._lock, self._registry.lock, self._shelves, self._frees, self._accounts)
+        self.front = Front(
+            self._lock,
+            self._registry,
+            self._shelves,
+            self._frees,
+            self._accounts,
+            self._growth.kind,
+            self._ladder.at_hand,
+        )
         """The hot path, for integrations that know the stream's timeline already."""
         if self.device.watches:
             self.front.announce = self.device.hand_out
+        self._bare_due: dict[int, int] = {}
+        """By stream, which its callers name by a bare handle: what `Accounts.frees` is when a mark is due again."""
         self._capturing = Capturing(self._registry, self._heap, self._shelves, self._frees, self._accounts, self._lock)
         self._closed = False
         self._always_careful = self.front.careful = self.config.detect_captures or checked
@@ -219,21 +233,35 @@ class CachingAllocator:
             inside = self._look_out(line, given)
             if inside is not line:
                 line, given = inside, None
+        registry = self._registry
         size = round_up(nbytes)
         if self._uses is not None:
             assumed = self._uses
+        bare = given is not None and line.owner is None and not registry.reachable(line)
         with self._lock:
             due = self._frees.drain()
             block = None if due else self._from_bin(nbytes, size, line, assumed)
-        if due:  # before a block is taken: whatever fails here loses none
-            self._settling.seal((line, given))
+            first = block is None and bool(due or bare or any_left() or registry.orphan_events)
+            if block is None and not first:
+                block = self._ladder.at_hand(line, nbytes, size, self._growth.kind(size), assumed)
+            looked = self._accounts.frees
+        if first:  # before a block is taken: whatever fails here loses none
+            reap(patiently=True)
+            destroy_orphans(registry)
+            if due:
+                self._settling.seal((line, given))
+            if bare:
+                self._mark_bare(line, given)
             with self._lock:
                 block = self._from_bin(nbytes, size, line, assumed)
+                if block is None:
+                    block = self._ladder.at_hand(line, nbytes, size, self._growth.kind(size), assumed)
+                looked = self._accounts.frees
         if block is None:
-            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
+            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed, looked))
         if self._canary is not None:
             self._canary.serve(block)
-        if self._registry.captures.active:
+        if registry.captures.active:
             self._capturing.hand_out(block)
         self._frees.dropped.clear()  # outside every lock: foreign destructors may run here
         if self._closed:
@@ -249,6 +277,22 @@ class CachingAllocator:
         block = bin_.blocks.pop()
         self._accounts.hand_out(block, nbytes, "same_stream")
         return block
+
+    def _mark_bare(self, line: Timeline, given: int | None) -> None:
+        """A bare handle is given to us again: now, and only now, its earlier frees can be sealed (R9).
+
+        Once in BARE_FREES frees, as each costs driver calls; and before the pool grows (`_climb`).
+        """
+        frees = self._accounts.frees
+        if frees < self._bare_due.get(line.number, 0):
+            return
+        if len(self._bare_due) > MOST_BARE:
+            self._bare_due.clear()
+        self._bare_due[line.number] = frees + BARE_FREES
+        with self._lock:
+            unsealed = self._shelves.unsealed([line])
+        if unsealed and not self._sealing.query(line, given):
+            self._sealing.seal(line, given)
 
     def _allocate_slowly(self, nbytes: int, stream: object, assumed: bool) -> Allocation:
         """Everything but a hit for one of our own streams: check the arguments, find the stream, climb the ladder."""
@@ -285,15 +329,10 @@ class CachingAllocator:
         """Off the hot path: the ladder, and what it says when nothing helps."""
         registry = self._registry
         registry.check_usable()
-        reap(patiently=True)
-        destroy_orphans(registry)
         line = request.line
-        if request.given is not None and line.owner is None:
-            with self._lock:
-                unsealed = self._shelves.unsealed([line])
-            # A bare handle given to us again: now, and only now, its earlier frees can be sealed (R9).
-            if unsealed and not self._sealing.query(line, request.given):
-                self._sealing.seal(line, request.given)
+        if request.given is not None and line.owner is None and not registry.reachable(line):
+            self._bare_due.pop(line.number, None)
+            self._mark_bare(line, request.given)
         if request.size > self.device.total_memory:
             self._accounts.out_of_memory += 1
             raise self._out_of_memory(request, "more than the device has")

@@ -44,6 +44,11 @@ def leave(pool: Leaving) -> None:
     _leaving.append(_Look(pool))
 
 
+def any_left() -> bool:
+    """Is there a pool that has gone and holds memory yet?"""
+    return bool(_leaving)
+
+
 @shielded
 def reap(*, patiently: bool = False) -> None:
     """Serve the pools that have gone.  Driver calls: queries, and those that give memory back.

@@ -35,6 +35,8 @@ TOLD = 8
 """Entries that the stamp of an idle block keeps: nothing of it is unfinished."""
 SCAN = 32
 """Blocks looked at, best fit first, where some of them may turn out not to be takeable."""
+MANY_SIZES = 64
+"""Bins of a stream from which on a size has to be asked for twice to get one."""
 FEW_BINS = 256
 """Up to so many bins of a pool, none goes for want of use."""
 
@@ -63,6 +65,11 @@ class Shelves:
         self._watched = 0
         self._forget_at = 64
         self._version = -1
+        self._placed = EMPTY
+        """The stamp of the last block placed: many blocks share one."""
+        self._placed_at = -1
+        self._placed_left = EMPTY
+        """What was unfinished of it at that version of the registry."""
         self._small_request = config.small_request
         self._slack = (0, config.fit_slack)  # SMALL, LARGE
         self._any_kind = config.reuse >= set(REUSE_KINDS)
@@ -87,7 +94,13 @@ class Shelves:
         """Put a free block where it belongs by its stamp, and merge it with its neighbours as R7 allows."""
         if block.state == LIVE:
             self.leaves(block)
-        left = self._order.unfinished(block.stamp)
+        stamp = block.stamp
+        version = self._registry.version  # read first: what turns out to be over meanwhile is looked at again
+        if stamp is self._placed and version == self._placed_at:
+            left = self._placed_left
+        else:
+            left = self._order.unfinished(stamp)
+            self._placed, self._placed_at, self._placed_left = stamp, version, left
         if not left.at:
             self.put_idle(block)
             return
@@ -128,7 +141,7 @@ class Shelves:
     @staticmethod
     def _alike(a: Block, b: Block) -> bool:
         """May two neighbours in flight be one: do they wait for the same, and come back to the same (R7)?"""
-        return a.stamp == b.stamp and a.owner is b.owner and a.assumed == b.assumed
+        return a.owner is b.owner and a.assumed == b.assumed and (a.stamp is b.stamp or a.stamp == b.stamp)
 
     def _shelf_for(self, block: Block, left: VectorClock) -> BestFit:
         """`own` if one stream may take it at once: the only unfinished user, or an owner with assumed ones (R3)."""
@@ -147,8 +160,9 @@ class Shelves:
 
     def _note(self, block: Block, left: VectorClock) -> None:
         """Watch the block under the first seqno that it waits for; the context last, as it covers the rest."""
-        number, seqno = max(left.items())  # CONTEXT is 0, so a stream if there is one
-        if CONTEXT in left.at:
+        at = left.at
+        number, seqno = next(iter(at.items())) if len(at) == 1 else max(at.items())  # CONTEXT is 0, so a stream
+        if CONTEXT in at:
             self.stamped.add(CONTEXT)
         by_seqno = self._watch.get(number)
         if by_seqno is None:
@@ -495,11 +509,18 @@ class Shelves:
 
     def carve(self, block: Block, size: int) -> Block:
         """Take a block off its shelf and put what is more than `size` back."""
-        if block.shelf is not None:
-            block.shelf.remove(block)
+        shelf = block.shelf
+        if shelf is not None:
+            shelf.remove(block)
         block.generation += 1
         if block.size - size >= QUANTUM:
-            self.place(self._heap.split(block, size))
+            rest = self._heap.split(block, size)
+            if shelf is not None and shelf is self.idle[block.kind]:
+                self.idle[block.kind].add(
+                    rest
+                )  # as idle as it was; its neighbour behind is not, or would have been part of it
+            else:
+                self.place(rest)
         return block
 
     def leaves(self, block: Block) -> None:
@@ -519,13 +540,16 @@ class Shelves:
         """
         carried = EMPTY
         if block.state == RETIRED:
-            at = line.clock.at
-            left = self._order.unfinished(block.stamp)
-            kept = {n: q for n, q in left.items() if n != line.number and at.get(n, 0) < q}
-            if assumed:
-                kept.pop(CONTEXT, None)  # the next stamp names a later seqno of the context
-            if kept:
-                carried = VectorClock(kept)
+            stamped = block.stamp.at
+            only = len(stamped)
+            if line.number not in stamped or (only > 1 and (only > 2 or not assumed or CONTEXT not in stamped)):
+                at = line.clock.at
+                left = self._order.unfinished(block.stamp)
+                kept = {n: q for n, q in left.items() if n != line.number and at.get(n, 0) < q}
+                if assumed:
+                    kept.pop(CONTEXT, None)  # the next stamp names a later seqno of the context
+                if kept:
+                    carried = VectorClock(kept)
         elif block.state == LIVE:  # out of a bin
             self.leaves(block)
         block.state = LIVE
@@ -538,8 +562,23 @@ class Shelves:
         block.sole = line.number if not carried else MANY
         # Large blocks go through the index once several streams share: memory put by for one stream by its exact
         # size could not grow together with its neighbours, and that costs more than it saves.
-        binned = not carried and (block.kind == SMALL or not self.crossing)
-        block.bin = self.bin(line, size, assumed) if binned else None
+        binned = not carried.at and (block.kind == SMALL or not self.crossing)
+        block.bin = self._bin_for(line, size, assumed) if binned else None
+
+    def _bin_for(self, owner: Owner, size: int, assumed: bool) -> Bin | None:
+        """The bin that a block which is handed out shall come back to.
+
+        None for a size that a stream of many sizes asks for the first time: it may never ask for it again.
+        """
+        sizes = self.bins[assumed].get(owner)
+        if sizes is not None:
+            found = sizes.by_size.get(size)
+            if found is not None:
+                found.seen = -1
+                return found
+            if len(sizes.by_size) >= MANY_SIZES and not sizes.met_again(size):
+                return None
+        return self.bin(owner, size, assumed)
 
     def bin(self, owner: Owner, size: int, assumed: bool) -> Bin:
         """The bin for blocks of exactly `size` bytes that `owner` frees."""

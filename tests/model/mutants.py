@@ -164,19 +164,19 @@ MUTANTS: Final = (
     _m(
         "r3_a_user_left_out_of_the_stamp",
         "waits: alloc 0 1; wait_stream 1 0; use 0 1; free 0; wait_stream 2 0; alloc 2 1",
-        (f"{FREES}._retire", "users.pop(owner.number, None)", "users.clear()"),
+        (f"{FREES}._stamp_of_several", "users.pop(owner.number, None)", "users.clear()"),
     ),
     _m(
         "r3_a_user_that_only_the_free_names_left_out",
         "named: alloc 0 1; wait_stream 1 0; free_on 0 1; alloc 0 1",
-        (f"{FREES}._retire", "users[named.number] = named", "pass"),
+        (f"{FREES}._stamp_of_several", "users[named.number] = named", "pass"),
     ),
     _m(
         "r3_the_owner_left_out_of_the_stamp",
         "waits: alloc 0 1; free 0; alloc 1 1",
         (
             f"{FREES}._retire",
-            "stamp = owner.here if not block.stamp.at else owner.here.joined(block.stamp)",
+            "stamp = self._order.stamp(owner, block.assumed)",
             "stamp = block.stamp",
         ),
         (f"{FREES}.drain", "if bin_ is None or named is not None or (owner := bin_.owner).ended:", "if True:"),
@@ -186,15 +186,15 @@ MUTANTS: Final = (
         "waits: alloc 0 1; free 0; alloc 1 1",
         (
             f"{FREES}._retire",
-            "stamp = owner.here if not block.stamp.at else owner.here.joined(block.stamp)",
-            "stamp = VectorClock({owner.number: owner.sealed}).joined(block.stamp)",
+            "stamp = self._order.stamp(owner, block.assumed)",
+            "stamp = VectorClock({owner.number: owner.sealed})",
         ),
         (f"{FREES}.drain", "if bin_ is None or named is not None or (owner := bin_.owner).ended:", "if True:"),
     ),
     _m(
         "r3_assumed_users_left_out_of_the_stamp",
         "assumed: alloc 0 1; wait_stream 1 0; use 0 1; free 0; wait_stream 2 0; alloc 2 1",
-        (f"{FREES}._retire", "if block.assumed or named is ANYONE:", "if named is ANYONE:"),
+        (f"{FREES}._retire", "self._order.stamp(owner, block.assumed)", "self._order.stamp(owner, False)"),
         (f"{FREES}.drain", "if not bin_.assumed else", "if True else"),
     ),
     _m(
@@ -353,6 +353,11 @@ MUTANTS: Final = (
         (f"{SHELVES}.hand_out", "carried = VectorClock(kept)", "carried = EMPTY"),
     ),
     _m(
+        "r6_a_miss_on_the_null_stream_marks_it",
+        "scene: an_allocation_on_the_null_stream",
+        (f"{CACHING}.pool:CachingAllocator._obtain", "and not registry.reachable(line)", "and True"),
+    ),
+    _m(
         "r6_legacy's_yes_proves_non_blocking_streams",
         "waits-legacy: alloc 0 1; alloc 2 1; free 1; tick; free 0; query 0; alloc 1 1",
         (f"{REGISTRY}.close_each", "if other.kind.blocking]", "if other is not line]"),
@@ -385,7 +390,7 @@ MUTANTS: Final = (
         "r7_a_bin_ignores_what_is_carried_on",
         "quiet: alloc 0 1; free 0; quiet 1 1; free 1; alloc 2 1",
         *_edges(_TO_BLOCKING),
-        (f"{SHELVES}.hand_out", "binned = not carried and (", "binned = True or ("),
+        (f"{SHELVES}.hand_out", "binned = not carried.at and (", "binned = True or ("),
     ),
     _m(
         "r7_a_merge_keeps_one_stamp",

@@ -12,7 +12,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, Final
 
-from allocator import DriverError, StreamCapturing
+from allocator import CachingAllocator, DriverError, SimDevice, StreamCapturing
+from allocator.devices import LEGACY
 from allocator.sizes import MIB
 from tests.model.pairs import Slots
 from tests.model.programs import SIZES, Universe, parse
@@ -287,6 +288,22 @@ def a_living_stream_whose_object_goes() -> str | None:
     return scene.end("into 0 0 1; into 1 0 1")
 
 
+def an_allocation_on_the_null_stream() -> str | None:
+    """Its misses put no barrier before and behind all blocking streams: no event is recorded on legacy for them."""
+    gpu = SimDevice()
+    with CachingAllocator(gpu) as pool:
+        with gpu.scope():
+            gpu.stream_create(non_blocking=False, priority=0)
+        gpu.hold(LEGACY)
+        held = [pool.allocate(512 * n, stream=LEGACY) for n in range(1, 30)]
+        for n in range(30, 60):
+            held.pop(0).close()
+            held.append(pool.allocate(512 * n, stream=LEGACY))
+        recorded = gpu.calls["cuEventRecord"]
+        gpu.resume(LEGACY)
+        return f"{recorded} records on legacy" if recorded else None
+
+
 SCENES: Final[dict[str, Callable[[], str | None]]] = {
     scene.__name__: scene
     for scene in (
@@ -298,6 +315,7 @@ SCENES: Final[dict[str, Callable[[], str | None]]] = {
         an_event_whose_record_fails,
         an_event_recorded_in_a_capture,
         a_current_stream,
+        an_allocation_on_the_null_stream,
         a_capture_that_begins_during_a_record,
         a_stream_that_captures,
         a_query_that_fails,

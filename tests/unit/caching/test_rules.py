@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from allocator import CachingAllocator, DriverError, Event, OutOfMemoryError, SimDevice, Stream, StreamCapturing
-from allocator.devices import PER_THREAD
+from allocator.caching.pool import BARE_FREES
+from allocator.devices import LEGACY, PER_THREAD
 from tests.unit.caching.conftest import MIB, MakePool
 
 
@@ -78,6 +79,70 @@ def test_r8_the_per_thread_stream_is_told_by_its_id_and_not_by_the_threads_ident
         thread.start()
         thread.join()
     assert len(set(ids)) == 5
+
+
+NULLS = [0, LEGACY, PER_THREAD, "stream", "foreign"]
+
+
+@pytest.mark.parametrize("null", NULLS, ids=[str(null) for null in NULLS])
+def test_r6_allocations_on_a_stream_that_never_dies_make_no_call_for_it(
+    gpu: SimDevice, pool: CachingAllocator, null: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record on legacy is a barrier for every blocking stream, and each call costs: sizes that hardly repeat.
+
+    Where marks are due, as another stream frees memory as well, legacy is asked once in many frees, and never marked.
+    """
+
+    class Foreign:
+        ptr = 0
+
+    stream = {"stream": Stream.legacy(gpu), "foreign": Foreign()}.get(str(null), null)
+    handle = PER_THREAD if null == PER_THREAD else LEGACY
+    pool.allocate(40 * MIB, stream=stream).close()
+    gpu.hold(handle)
+    held = [pool.allocate(512 * n, stream=stream) for n in range(1, 40)]
+    before = dict(gpu.calls)
+    for n in range(40, 140):
+        held.pop(0).close()
+        held.append(pool.allocate(512 * n, stream=stream))
+    made = {call: n - before.get(call, 0) for call, n in gpu.calls.items()}
+    assert not made.get("cuEventRecord") and not made.get("cuStreamQuery"), made
+    marked: list[int] = []
+    record = SimDevice.event_record
+
+    def noted(self: SimDevice, event: int, stream: int) -> None:
+        marked.append(stream)
+        record(self, event, stream)
+
+    monkeypatch.setattr(SimDevice, "event_record", noted)
+    other = Stream(gpu)
+    for n in range(140, 400):
+        held.pop(0).close()
+        held.append(pool.allocate(512 * n, stream=stream))
+        pool.allocate(512 * n, stream=other).close()
+    gpu.resume(handle)
+    assert LEGACY not in marked and marked.count(PER_THREAD) < 260 / 8
+    pool.check()
+
+
+def test_r9_a_bare_handle_given_again_and_again_is_marked_once_in_some_frees(
+    gpu: SimDevice, pool: CachingAllocator
+) -> None:
+    """Marks cost driver calls, and who gives a handle to each allocation will give it again."""
+    with gpu.scope():
+        handle = gpu.stream_create(non_blocking=True, priority=0)
+    held = [pool.allocate(512 * n, stream=handle) for n in range(1, 40)]
+    gpu.hold(handle)
+    before = gpu.calls["cuEventRecord"]
+    for n in range(40, 200):
+        del held[0]
+        held.append(pool.allocate(512 * n, stream=handle))
+    marks = gpu.calls["cuEventRecord"] - before
+    gpu.resume(handle)
+    steps = pool._accounts.steps
+    climbs = sum(steps.values()) - steps["own or idle"] - steps["covered"]
+    assert 1 <= marks <= 160 / BARE_FREES + climbs < 60
+    pool.check()
 
 
 def test_r9_a_finaliser_touches_no_bare_handle(gpu: SimDevice, pool: CachingAllocator) -> None:
