@@ -117,7 +117,7 @@ class Bin:
     They serve that stream only, at once: an exact fit is the best fit.
     """
 
-    __slots__ = ("assumed", "blocks", "filled", "hits", "home", "open", "owner", "seen", "size")
+    __slots__ = ("assumed", "blocks", "filled", "hits", "home", "open", "owner", "request", "seen", "size", "turns")
 
     def __init__(self, home: Bins, owner: Owner, size: int, assumed: bool) -> None:
         self.blocks: list[Block] = []
@@ -132,9 +132,12 @@ class Bin:
         self.open = True
         """Found under its owner and size: no longer once it has gone."""
         self.hits = 0
-        """Allocations served from here."""
+        """Allocations served from here, but for `turns`."""
+        self.turns = 0
+        """Those of `request` bytes that got back, in one step, what had just been freed by one of as many."""
+        self.request = 0
         self.seen = -1
-        """`hits` when bins out of use were last looked for; -1 if it has been in use since in another way."""
+        """`hits` and `turns` when bins out of use were last looked for; -1 if it has been of use since otherwise."""
 
 
 class Bins:

@@ -70,7 +70,7 @@ class Accounts:
         self.freed_sum = 0
         """Those of them that have been given back."""
         self.frees = 0
-        """Those that left a stamp.  What its own stream took back at once is in the next two."""
+        """Those that left a stamp.  What its own stream took back at once is in the next two, and in `Bin.turns`."""
         self.turns = 0
         """Blocks that were freed and handed out again in one step, where no mark can be due for them."""
         self.turned_sum = 0
@@ -189,12 +189,12 @@ class Accounts:
         reserved = self._heap.reserved + unreleased
         largest = max(*(shelf.largest() for shelf in idle_shelves), *(bin_.size for bin_, _ in done))
         releasable = self._releasable(idle_shelves, done, device.granularity) + unreleased
-        hits, hit_bytes = self._hits()
+        hits, hit_bytes, turns, turned = self._hits()
         allocations = {reuse: self.served[reuse] for reuse in REUSE_KINDS}
         allocations["same_stream"] += sum(hits.values())
         nbytes = {reuse: self.served_bytes[reuse] for reuse in REUSE_KINDS}
         nbytes["same_stream"] += hit_bytes
-        live = sum(allocations.values()) - self.frees - self.turns
+        live = sum(allocations.values()) - self.frees - turns
         idle_blocks = sum(len(shelf) for shelf in idle_shelves) + done_blocks
         retired_blocks = sum(map(len, self._shelves.retired_shelves())) + self._in_bins() - done_blocks
         with registry.lock.checked():
@@ -233,7 +233,7 @@ class Accounts:
             oldest_in_flight_seconds=max(0, now - oldest) / 1e9,
             allocations=allocations,
             allocation_bytes=nbytes,
-            frees={"same_stream": self.frees + self.turns - self.cross_frees, "cross_stream": self.cross_frees},
+            frees={"same_stream": self.frees + turns - self.cross_frees, "cross_stream": self.cross_frees},
             growths=self.growths,
             growth_bytes=self.growth_bytes,
             releases={reason: self.releases[reason] for reason in RELEASE_REASONS},
@@ -249,7 +249,7 @@ class Accounts:
             block_splits=self._heap.splits,
             block_merges=self._heap.merges,
             driver_seconds=dict(self.driver_seconds),
-            request_size_bytes=self._request_sizes(hits),
+            request_size_bytes=self._request_sizes(hits, self.requested_sum + turned),
             in_flight_seconds=self.in_flight_times.histogram(),
             growth_seconds=self.growth_times.histogram(),
             stream_allocated_bytes=by_stream[0],
@@ -266,27 +266,32 @@ class Accounts:
             return sum(segment.size for block in blocks for segment in self._heap.inside(block))
         return sum(block.size for block in blocks if block.prev is None and block.next is None)  # one piece each
 
-    def _hits(self) -> tuple[Counter[int], int]:
-        """What the bins have served: as `sizes`, and bytes."""
-        hits, nbytes = Counter(self._shelves.past_hits), self._shelves.past_hit_bytes
+    def _hits(self) -> tuple[Counter[int], int, int, int]:
+        """What the bins have served: as `sizes`, and bytes; what turned round on the way, and bytes asked for in it."""
+        shelves = self._shelves
+        hits, nbytes = Counter(shelves.past_hits), shelves.past_hit_bytes
+        turns, turned = self.turns + shelves.past_turns, self.turned_sum + shelves.past_turned
         for bins in self._shelves.bins:
             for sizes in bins.values():
                 for size, bin_ in sizes.by_size.items():
-                    hits[(size - 1).bit_length()] += bin_.hits
-                    nbytes += size * bin_.hits
-        return hits, nbytes
+                    served = bin_.hits + bin_.turns
+                    hits[(size - 1).bit_length()] += served
+                    nbytes += size * served
+                    turns += bin_.turns
+                    turned += bin_.turns * bin_.request
+        return hits, nbytes, turns, turned
 
     def _in_bins(self) -> int:
         return sum(len(b.blocks) for bins in self._shelves.bins for s in bins.values() for b in s.by_size.values())
 
-    def _request_sizes(self, hits: Mapping[int, int]) -> Histogram:
+    def _request_sizes(self, hits: Mapping[int, int], total: int) -> Histogram:
         """Bounds are multiples of 512, so a request and its rounded size fall into the same bucket."""
         bounds = (*REQUEST_BUCKETS, float("inf"))
         counts = [0] * len(bounds)
         for by_power in (self.sizes, hits):
             for power, n in by_power.items():  # the bounds are powers of two: none lies between a size and its own
                 counts[bisect_left(REQUEST_BUCKETS, 1 << power)] += n
-        return Histogram(counts=dict(zip(bounds, counts, strict=True)), sum=self.requested_sum + self.turned_sum)
+        return Histogram(counts=dict(zip(bounds, counts, strict=True)), sum=total)
 
     def _orphaned(self, registry: Registry) -> int:
         """Bytes in flight behind a stream with unsealed work and no handle to seal it by (R9)."""

@@ -149,14 +149,18 @@ class Front:
                         return self._locked(nbytes, line, assumed)
                     # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
                     # nobody else sees a stamp, and no seqno is due for it.
-                    freed = last.requested
                     last.generation = kept + 1
-                    last.requested = nbytes
-                    bin_.hits += 1
-                    accounts.turns += 1
-                    accounts.turned_sum += freed
-                    if freed != nbytes:
+                    freed = last.requested
+                    if freed == nbytes and bin_.request == nbytes:
+                        bin_.turns += 1
+                    else:
+                        last.requested = nbytes
+                        bin_.hits += 1
+                        accounts.turns += 1
+                        accounts.turned_sum += freed
                         accounts.requested_sum += nbytes - freed
+                        if not bin_.turns:
+                            bin_.request = nbytes
                     return last
                 if not self._frees.put_down_last():
                     return self._locked(nbytes, line, assumed) if lane.rest or self._frees.bounded else None

@@ -83,6 +83,9 @@ class Shelves:
         self.past_hits: Counter[int] = Counter()
         """Allocations that bins which have gone served, by the power of two that the size is rounded up to."""
         self.past_hit_bytes = 0
+        self.past_turns = 0
+        self.past_turned = 0
+        """Those of them that were counted by `Bin.turns`, and bytes asked for in them."""
         self.live: dict[Owner | None, int] = {}
         """Bytes that were handed out and have not been put down here since, bins included, by owner."""
         self.aged: list[int] = []
@@ -250,10 +253,10 @@ class Shelves:
         for bins in self.bins:
             for sizes in bins.values():
                 for bin_ in list(sizes.by_size.values()):
-                    if bin_.blocks or bin_.hits != bin_.seen:
+                    if bin_.blocks or bin_.hits + bin_.turns != bin_.seen:
                         if bin_.blocks or bin_.seen >= 0:  # else it may be new, and no more than that
                             used += 1
-                        bin_.seen = bin_.hits
+                        bin_.seen = bin_.hits + bin_.turns
                     else:
                         sizes.close(bin_.size)
                         self._gone(bin_)
@@ -263,8 +266,11 @@ class Shelves:
         """What a bin that goes has served still counts."""
         self._open -= 1
         bin_.open = False
-        self.past_hits[(bin_.size - 1).bit_length()] += bin_.hits
-        self.past_hit_bytes += bin_.hits * bin_.size
+        served = bin_.hits + bin_.turns
+        self.past_hits[(bin_.size - 1).bit_length()] += served
+        self.past_hit_bytes += served * bin_.size
+        self.past_turns += bin_.turns
+        self.past_turned += bin_.turns * bin_.request
 
     def flush_finished(self, most: int) -> None:
         """Move what is finished from the bins to `idle`, at most `most` blocks, oldest first.  O(bins + most)."""

@@ -441,7 +441,7 @@ MUTANTS: Final = (
     _m(
         "account_what_bins_of_an_ended_stream_served_is_forgotten",
         "account: figures",
-        (f"{SHELVES}._gone", "self.past_hits[(bin_.size - 1).bit_length()] += bin_.hits", "pass"),
+        (f"{SHELVES}._gone", "self.past_hits[(bin_.size - 1).bit_length()] += served", "pass"),
     ),
     _m(
         "account_memory_stays_on_its_way_from_the_driver",

@@ -71,11 +71,10 @@ class Hook:
         block: Block | None = None
         try:
             front, assumed = route.front, route.assumed
+            block = front.acquire(nbytes, line, assumed)  # none for 0 bytes
             if block is None:
-                block = front.acquire(nbytes, line, assumed)  # none for 0 bytes
-                if block is None:
-                    self.before_any()
-                    block = front.fetch(nbytes, line, assumed)
+                self.before_any()
+                block = front.fetch(nbytes, line, assumed)
             if block is not None:
                 lease = Lease()  # as in `_take`, without a call
                 lease.route = route

@@ -177,12 +177,12 @@ class Watch:
         """As `_wrap`, for what programs do all the time: a stream that has been seen costs a look, and no more."""
         original = getattr(owner, name)
         own = vars(owner).get(name)
-        latest = self._latest
+        latest, late, unknown = self._latest, self._late, self._unknown
 
         @functools.wraps(original)
         def wrapper(stream: Any) -> Any:
             result = original(stream)
-            if not (self._late or self._unknown):
+            if not late and not unknown:
                 for owners in self._owners:
                     line = owners.get(id(stream))
                     if line is not None and line.owner is stream and not line.ended:

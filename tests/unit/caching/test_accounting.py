@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from allocator import CachingAllocator, Config, SimDevice, Stats, Stream
+from allocator.caching.shelves import FEW_BINS
 from allocator.errors import DriverError
+from tests.unit.caching.conftest import MakePool
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -262,3 +264,30 @@ def test_new_memory_has_never_been_in_flight(gpu: SimDevice) -> None:
         assert pool.stats().peak_in_flight_bytes == 0
         held.pop().close()
         assert pool.stats().peak_in_flight_bytes == 64 << 20
+
+
+def test_what_turns_round_on_the_way_is_counted_by_what_was_asked_for(gpu: SimDevice, make: MakePool) -> None:
+    """Blocks that are freed and taken back in one step, by requests of one rounded size and several lengths."""
+    pool = make()
+    s = Stream(gpu)
+    asked = [4096, 4096, 4096, 4000, 4000, 4096, 3900, 3900, 3900, 4096, 1000, 1000, 1024]
+    for n in asked:
+        pool.allocate(n, stream=s).close()
+    held = pool.allocate(3999, stream=s)
+    stats = pool.stats()
+    assert sum(stats.allocations.values()) == len(asked) + 1
+    assert sum(stats.frees.values()) == len(asked)
+    assert stats.request_size_bytes.sum == sum(asked) + 3999 and stats.requested_bytes == 3999
+    assert sum(stats.allocation_bytes.values()) == sum((n + 511) // 512 * 512 for n in asked) + 4096
+    assert stats.blocks["live"] == 1
+    held.close()
+    for n in range(1, 6 * FEW_BINS):  # its bin goes
+        for _ in range(2):
+            pool.allocate(8192 + 512 * n, stream=s).close()
+            pool.allocate(8192 + 512 * n, stream=s).close()
+    after = pool.stats()
+    assert 4096 not in pool._shelves.bins[False][s.line].by_size
+    more = 4 * sum(8192 + 512 * n for n in range(1, 6 * FEW_BINS))
+    assert after.request_size_bytes.sum == sum(asked) + 3999 + more and after.requested_bytes == 0
+    assert sum(after.frees.values()) == sum(after.allocations.values())
+    pool.check()
