@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Final
 
 from sortedcontainers import SortedList
@@ -93,20 +94,23 @@ class BestFit:
         """
         keys = self._keys
         least_key = size << _ADDRESS_BITS
-        at = keys.bisect_left(least_key) if self._long else bisect_left(keys, least_key)
-        if at == len(keys):
+        if self._long:
+            found: list[int] = list(islice(keys.irange(least_key), _LOOKED_AT if slack else 1))
+        else:
+            at = bisect_left(keys, least_key)
+            found = keys[at : at + (_LOOKED_AT if slack else 1)]
+        if not found:
             return None
-        key = keys[at]
+        key = found[0]
         if slack:
             least = key >> _ADDRESS_BITS
             if least != size:
                 most = least * (100 + slack) // 100 + 1 << _ADDRESS_BITS
-                end = min(at + _LOOKED_AT, len(keys))
-                at += 1
-                while at < end and (other := keys[at]) < most:
+                for other in found:
+                    if other >= most:
+                        break
                     if other & _ADDRESS < key & _ADDRESS:
                         key = other
-                    at += 1
         return self._blocks[key]
 
     def from_size(self, size: int) -> Iterator[Block]:
