@@ -150,14 +150,23 @@ def _threads(found: Found, aim: float) -> Row:
 
 
 def _scaling(found: Found) -> Row:
+    """Through the core, as the row above; what CuPy's own threads cost, with whatever pool, stands beside it."""
     what = "the same, least over 2 to 16 threads / one thread"
-    for door in ("cupy", "core"):
-        one = found.figures("threads", door, "weir", at=1)
-        several = [found.figures("threads", door, "weir", at=count) for count in (2, 4, 8, 16)]
-        if one is not None and any(several):
-            worst = min(one.median / figures.median for figures in several if figures is not None)
-            return _row(what, worst, ">= ", 0.5, "" if door == "cupy" else "through the core")
-    return _missing(what, ">= ", 0.5, "threads at 1 and more are needed")
+    worst = _least_of_threads(found, "core", "weir")
+    if worst is None:
+        return _missing(what, ">= ", 0.5, "threads at 1 and more are needed")
+    others = [(peer, _least_of_threads(found, "cupy", peer)) for peer in ("weir", "cupy", "floor")]
+    told = ", ".join(f"{peer} {least:.2f}" for peer, least in others if least is not None)
+    return _row(what, worst, ">= ", 0.5, f"through the core; through CuPy: {told}" if told else "through the core")
+
+
+def _least_of_threads(found: Found, door: str, peer: str) -> float | None:
+    """The worst of several threads, in operations a second, to one thread's."""
+    one = found.figures("threads", door, peer, at=1)
+    several = [found.figures("threads", door, peer, at=count) for count in (2, 4, 8, 16)]
+    if one is None or not any(several):
+        return None
+    return min(one.median / figures.median for figures in several if figures is not None)
 
 
 def _growth(found: Found, where: str) -> Row:

@@ -5,7 +5,8 @@
 #                                               and: again
 #
 # tests     pytest tests/gpu, with a million allocations in CuPy's canary, and the conformance suite
-# cupy      CuPy's own tests on its own pool and on Weir, group by group; CUPY_SDIST names cupy-*.tar.gz, else this part is left out
+# cupy      CuPy's own tests on its own pool and on Weir; CUPY_SDIST names cupy-*.tar.gz, else this part is left out.  Nothing
+#           else may use the GPU, and JOBS is 8 or 9: contexts of more processes cannot be made where a GPU is shared out
 # programs  whole CuPy programs on several streams: memory reserved and throughput, by pool
 # bench     weir bench --table: the aims for speed
 # stress    weir stress --soak, 20 minutes unless STRESS_SECONDS says otherwise
@@ -58,7 +59,7 @@ for name; do
         echo "== cupy: left out; set CUPY_SDIST to CuPy's source archive"
         continue
       fi
-      # A test that hangs, or crashes, ends alone; one group after the other, so that each is compared by itself.
+      # A test that hangs, or crashes, ends alone.
       suite() { # name, parts and options...
         local name=$1
         shift
@@ -68,9 +69,8 @@ for name; do
       suite memory --memory
       suite cuda cuda_tests/test_stream.py cuda_tests/test_graph.py cuda_tests/test_pinned_memory.py \
         cuda_tests/memory_hooks_tests --modes allocator
-      for group in core_tests indexing_tests sorting_tests statistics_tests fft_tests linalg_tests random_tests; do
-        suite "${group%_tests}" "$group" --modes allocator
-      done
+      suite rest core_tests indexing_tests sorting_tests statistics_tests linalg_tests random_tests fft_tests \
+        --modes allocator --weir-first
       ;;
     programs)
       part rounds "$python" -m allocator.stress.benchmarks.cupy_streams rounds --turns "${TURNS:-5}" --json "$out/rounds.jsonl"
