@@ -113,7 +113,7 @@ class Front:
     def acquire(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
         """A block of exactly the size asked for that the stream freed before; None: ask `fetch`, also for 0 bytes.
 
-        No driver call: where marks are due (R13), `obtain` makes them.
+        None for a stream that has ended.  No driver call: where marks are due (R13), `obtain` makes them.
 
         Without the lock where that can be: a block is taken in one line, with the look at `busy`, and nothing from then
         to the last change gives the interpreter's lock away (gil.py).  That a block is still in the generation in which
@@ -169,7 +169,7 @@ class Front:
             bin_ = sizes.by_size.get(size) if sizes is not None else None
             if lane.rest:
                 return self._locked(nbytes, line, assumed)
-            if bin_ is None:
+            if bin_ is None or line.ended:
                 return None
             blocks = bin_.blocks
             try:
@@ -193,7 +193,7 @@ class Front:
 
         Between the first change and the last nothing is called: Ctrl-C comes before or after.
         """
-        if self._here() or self._below():
+        if line.ended or self._here() or self._below():
             return None
         block: Block | None = None
         inside = self.inside
@@ -234,6 +234,7 @@ class Front:
         if (
             self.careful
             or nbytes <= 0
+            or line.ended
             or (line.owner is None and line.kind not in _EVER)
             or self._here()
             or self._below()

@@ -27,6 +27,8 @@ SIZE: Final = 4 * KIB
 ROUND: Final = 16
 PERIOD: Final = 4 * 64
 """Operations.  With several streams marks are due every 64 frees: four times in the shortest turn."""
+STEADY: Final = 64 * 64
+"""Operations after which marks are as rare as they get while every stream finds its own memory (decision 0008)."""
 ROUNDS: Final = (
     ("each", 256 * KIB, 1),
     (f"one in {ROUND}", 256 * KIB, ROUND),
@@ -48,7 +50,7 @@ def streams(stage: Stage) -> Iterator[Case]:
                 title = f"{count:,} stream{'s' if count > 1 else ''}"
                 yield Case(
                     title, contenders, door.reference, door.name,
-                    at=count, operations=2 * count, least=max(PERIOD, count), warm=max(2 * count, PERIOD),
+                    at=count, operations=2 * count, least=max(PERIOD, count), warm=max(2 * count, STEADY),
                 )  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def round_robin(stage: Stage) -> Iterator[Case]:
                 whole = ROUND * burst
                 yield Case(
                     title, contenders, door.reference, door.name,
-                    at=size, operations=whole, least=PERIOD, warm=max(2 * whole, PERIOD),
+                    at=size, operations=whole, least=PERIOD, warm=STEADY if size < MIB else max(2 * whole, PERIOD),
                 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ class Hook:
         else:
             latest = route.latest
             line = latest.line
-            if line is None or line.owner is not stream or line.ended:
+            if line is None or line.owner is not stream:  # whether it has ended, `front` looks
                 line = route.owners.get(id(stream))
                 if line is not None and line.owner is stream and not line.ended:
                     latest.line = line
@@ -91,6 +91,8 @@ class Hook:
                 route.put_down((block, block.generation, None))
             if not isinstance(error, Reentered):
                 raise
+        if line.ended:
+            route.latest.line = None  # looked up anew from now on
         return self._pointer(self._take_slowly(nbytes, stream, route), 0)
 
     def _take_slowly(self, nbytes: Any, stream: object, route: Route) -> Any:

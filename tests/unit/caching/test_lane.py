@@ -149,16 +149,31 @@ def test_what_waits_behind_it_is_not_left_there(gpu: SimDevice, pool: CachingAll
     assert len(pool.frees) == 1, "the new one's own free"
 
 
-def test_a_stream_that_has_ended_gets_nothing_from_it(gpu: SimDevice, pool: CachingAllocator) -> None:
+@pytest.mark.parametrize("where", ["where the newest free lies", "a bin", "behind it", "an index"])
+def test_a_stream_that_has_ended_gets_nothing_from_it(gpu: SimDevice, pool: CachingAllocator, where: str) -> None:
     """Its memory is everybody's once its work is over; that is not for the hot path."""
     stream = Stream(gpu)
     assumed = pool.config.uses == "assumed"
-    pool.allocate(SIZE, stream=stream).close()
+    held = [pool.allocate(SIZE, stream=stream) for _ in range(3)]
     line = stream.timeline
     assert line is not None
+    held.pop().close()
+    if where != "where the newest free lies":
+        pool.drain_frees()
+    if where == "behind it":
+        held.pop().close()
+        held.pop().close()
+    if where == "an index":
+        with pool._lock:
+            pool._shelves.flush()
     line.ended = True
-    assert pool.front.acquire(SIZE, line, assumed) is None
+    for find in (pool.front.acquire, pool.front.fetch):
+        assert find(SIZE, line, assumed) is None
     line.ended = False
+    block = pool.front.fetch(SIZE, line, assumed)
+    assert block is not None
+    pool.put_down((block, block.generation, None))
+    pool.check()
 
 
 REASONS = (
