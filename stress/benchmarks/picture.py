@@ -242,6 +242,10 @@ def _write_png(path: str, title: str, remark: str, panels: Sequence[Panel]) -> N
                 markersize=4,
             )
         axis.set_yscale("log")
+        low, high, ticks = scale(panel)
+        axis.set_ylim(low, high)
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=6)
+        axis.set_yticks([], minor=True)
         axis.axhline(1, linestyle="--", linewidth=1, color="#5b6675")
         axis.set_xticks(range(len(panel.cases)), panel.cases, fontsize=6)
         axis.set_title(f"{panel.name}  {panel.remark}", loc="left", fontsize=8)
