@@ -35,7 +35,6 @@ class CheckedLadder(Ladder):
 
     def _look(self, request: Request, *, first: bool = False, step: str | None = None) -> Block | None:
         self.canary.fill_finished()
-        request.looked = -1  # whatever may have become idle
         return super()._look(request, first=first, step=step)
 
     def _depend(self, request: Request) -> Block | None:

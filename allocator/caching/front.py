@@ -26,6 +26,8 @@ from allocator.sync import LockLike, inner_of, shield
 
 _EVER: Final = (Kind.LEGACY, Kind.PER_THREAD)
 """Streams without an owner whose handles never die (R9)."""
+LOOKS: Final = 8
+"""Misses for each look at pools that have gone, for as long as there are any."""
 
 
 class Front:
@@ -45,6 +47,7 @@ class Front:
         "_here",
         "_kind",
         "_leave",
+        "_passed",
         "_put_down",
         "_queue",
         "_registry",
@@ -85,6 +88,7 @@ class Front:
         self._declared: dict[Owner, Bins]
         self._assumed: dict[Owner, Bins]
         self._declared, self._assumed = shelves.bins
+        self._passed = 0
         self.careful = False
         self.announce: Any = None
         """What a device that watches is told of each hand-out: (ptr, size, whoever holds it); None for none."""
@@ -226,6 +230,11 @@ class Front:
             raise
         return block
 
+    def _turn(self) -> bool:
+        """Where a pool that has gone waits for its memory: one miss in LOOKS goes and sees to it."""
+        self._passed += 1
+        return self._passed % LOOKS == 0
+
     def fetch(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
         """What needs no driver call, as everything lies; None: ask `obtain`, also for 0 bytes.
 
@@ -235,6 +244,7 @@ class Front:
             self.careful
             or nbytes <= 0
             or line.ended
+            or self._registry.lines.get(line.number) is not line  # of another device: its number is some other stream's
             or (line.owner is None and line.kind not in _EVER)
             or self._here()
             or self._below()
@@ -247,7 +257,8 @@ class Front:
                 return None
             inside.busy = 1
             with shield:  # many steps, which Ctrl-C must not part
-                if not self.careful and not frees.drain():
+                # Looked at again, inside: what makes an allocation careful may have come since.
+                if not self.careful and not self._registry.captures.active and not frees.drain():
                     size = (nbytes + 511) & -512
                     sizes = (self._assumed if assumed else self._declared).get(line)
                     bin_ = sizes.by_size.get(size) if sizes is not None else None
@@ -259,7 +270,7 @@ class Front:
                         accounts.requested_sum += nbytes
                         accounts.allocated += size
                         accounts.high = max(accounts.high, accounts.allocated)
-                    elif not self._registry.orphan_events and not any_left():
+                    elif not self._registry.orphan_events and not (any_left() and self._turn()):
                         block = self._at_hand(line, nbytes, size, self._kind(size), assumed)
             if self._clears:
                 inside.busy = 0

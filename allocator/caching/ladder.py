@@ -42,19 +42,15 @@ from allocator.sync import LockLike, shield
 class Request:
     """One allocation on its way down the ladder.  given: the stream's handle, alive for the length of the call."""
 
-    __slots__ = ("apart", "assumed", "given", "kind", "line", "looked", "requested", "size")
+    __slots__ = ("apart", "assumed", "given", "kind", "line", "requested", "size")
 
-    def __init__(
-        self, line: Timeline, given: int | None, requested: int, size: int, kind: int, assumed: bool, looked: int
-    ) -> None:
+    def __init__(self, line: Timeline, given: int | None, requested: int, size: int, kind: int, assumed: bool) -> None:
         self.line = line
         self.given = given
         self.requested = requested
         self.size = size
         self.kind = kind
         self.assumed = assumed
-        self.looked = looked
-        """What `Accounts.frees` was when `at_hand` found nothing."""
         self.apart = False
         """To be served by new memory, although another stream's may be free (apart.py)."""
 
@@ -134,8 +130,8 @@ class Ladder:
     def _look(self, request: Request, *, first: bool = False, step: str | None = None) -> Block | None:
         """Steps 1 to 3 under the lock, all bins emptied first, so that what is in them can merge and serve.
 
-        first: right after `at_hand`; nothing is looked at again where nothing has changed, nor where memory that stays
-        apart is the cheaper choice.
+        first: `at_hand` again before that, as much may have changed since; and the bins stay as they are where memory
+        that stays apart is the cheaper choice.
         """
         shelves, accounts = self._shelves, self._accounts
         with self._lock:
@@ -143,10 +139,13 @@ class Ladder:
             self._frees.missed()
             self._frees.drain()
             found: tuple[Block, str, str] | None = None
-            if first and request.kind == SMALL and self._apart_pays():
+            if first:
+                shelves.refresh()
+                found = self._find(request)
+            if found is None and first and request.kind == SMALL and self._apart_pays():
                 self.apart.buy()
                 request.apart = True
-            elif shelves.flush() or not first or accounts.frees != request.looked:
+            elif found is None and (shelves.flush() or not first):
                 shelves.refresh()
                 found = self._find(request)
             block: Block | None = None

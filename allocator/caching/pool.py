@@ -40,7 +40,7 @@ from allocator.config import Config
 from allocator.devices import CudaDevice, Device
 from allocator.errors import AllocatorError, CorruptionError, DriverError, OutOfMemoryError, PoolClosed, StreamCapturing
 from allocator.resource import Holder
-from allocator.sizes import check_request, format_size, round_up
+from allocator.sizes import MIB, check_request, format_size, round_up
 from allocator.stats import Stats
 from allocator.streams import (
     Capture,
@@ -61,7 +61,8 @@ _pools: weakref.WeakKeyDictionary[CachingAllocator, None] = weakref.WeakKeyDicti
 AT_SCRAPE = 2048
 """Blocks that one reading of statistics moves out of the bins at most."""
 BARE_FREES = 8
-"""Frees after which a stream known by a bare handle is marked again, when the handle is given."""
+BARE_BYTES = MIB
+"""Frees, or bytes freed, after which a stream known by a bare handle is marked again, when the handle is given."""
 MOST_BARE = 1024
 """Such streams that are remembered."""
 
@@ -149,8 +150,8 @@ class CachingAllocator:
         """The hot path, for integrations that know the stream's timeline already."""
         if self.device.watches:
             self.front.announce = self.device.hand_out
-        self._bare_due: dict[int, int] = {}
-        """By stream, which its callers name by a bare handle: what `Accounts.frees` is when a mark is due again."""
+        self._bare_due: dict[int, tuple[int, int]] = {}
+        """By stream named by bare handles: what `Accounts.frees` and `freed_sum` are when a mark is due again."""
         self._capturing = Capturing(self._registry, self._heap, self._shelves, self._frees, self._accounts, self._lock)
         self._closed = False
         self._always_careful = self.front.careful = self.config.detect_captures or checked
@@ -244,7 +245,6 @@ class CachingAllocator:
             first = block is None and bool(due or bare or any_left() or registry.orphan_events)
             if block is None and not first:
                 block = self._ladder.at_hand(line, nbytes, size, self._growth.kind(size), assumed)
-            looked = self._accounts.frees
         if first:  # before a block is taken: whatever fails here loses none
             reap(patiently=True)
             destroy_orphans(registry)
@@ -256,9 +256,8 @@ class CachingAllocator:
                 block = self._from_bin(nbytes, size, line, assumed)
                 if block is None:
                     block = self._ladder.at_hand(line, nbytes, size, self._growth.kind(size), assumed)
-                looked = self._accounts.frees
         if block is None:
-            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed, looked))
+            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
         if self._canary is not None:
             self._canary.serve(block)
         if registry.captures.active:
@@ -281,16 +280,18 @@ class CachingAllocator:
     def _mark_bare(self, line: Timeline, given: int | None) -> None:
         """A bare handle is given to us again: now, and only now, its earlier frees can be sealed (R9).
 
-        Once in BARE_FREES frees, as each costs driver calls; and before the pool grows (`_climb`).
+        Once in BARE_FREES frees or BARE_BYTES, as each costs driver calls; always where memory is scarce, and before
+        the pool grows (`_climb`).
         """
-        frees = self._accounts.frees
-        if frees < self._bare_due.get(line.number, 0):
-            return
+        frees, freed = self._accounts.frees, self._accounts.freed_sum
+        due, bytes_due = self._bare_due.get(line.number, (0, 0))
+        with self._lock:
+            if frees < due and freed < bytes_due and not self._pressed():
+                return
+            unsealed = self._shelves.unsealed([line])
         if len(self._bare_due) > MOST_BARE:
             self._bare_due.clear()
-        self._bare_due[line.number] = frees + BARE_FREES
-        with self._lock:
-            unsealed = self._shelves.unsealed([line])
+        self._bare_due[line.number] = frees + BARE_FREES, freed + BARE_BYTES
         if unsealed and not self._sealing.query(line, given):
             self._sealing.seal(line, given)
 
@@ -329,6 +330,8 @@ class CachingAllocator:
         """Off the hot path: the ladder, and what it says when nothing helps."""
         registry = self._registry
         registry.check_usable()
+        reap(patiently=True)
+        destroy_orphans(registry)
         line = request.line
         if request.given is not None and line.owner is None and not registry.reachable(line):
             self._bare_due.pop(line.number, None)
@@ -382,6 +385,16 @@ class CachingAllocator:
             raise PoolClosed(f"pool {self.name!r} has been closed; make a new CachingAllocator")
         self._registry.check_usable()
 
+    def _wants_care(self) -> bool:
+        """Is there anything to look at before an allocation, of what can pass?"""
+        return bool(
+            self._closed
+            or self._registry.lost is not None
+            or self._registry.forked
+            or self._registry.captures.active
+            or (self._growth.limit and self._growth.held > self._growth.limit)
+        )
+
     def _look_out(self, line: Timeline, given: int | None) -> Timeline:
         """What is looked at before an allocation only where there is reason to; returns whose memory it will be."""
         self._check_open()
@@ -395,15 +408,9 @@ class CachingAllocator:
                     )
         if self._growth.limit and self._growth.held > self._growth.limit:
             self._shrink()
-        elif not self._always_careful:
+        elif not self._always_careful and not self._wants_care():
             self.front.careful = False
-            if (
-                self._closed
-                or self._registry.lost is not None
-                or self._registry.forked
-                or captures.active
-                or (self._growth.limit and self._growth.held > self._growth.limit)
-            ):
+            if self._wants_care():
                 self.front.careful = True  # another thread has just set it
         return inside
 

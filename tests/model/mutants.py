@@ -412,6 +412,11 @@ MUTANTS: Final = (
         (f"{REGISTRY}._look_up", "identity = device.stream_id(handle)", "identity = handle"),
     ),
     _m(
+        "r8_a_stream_of_another_device_is_served",
+        "scene: a_stream_of_another_device",
+        (f"{CACHING}.front:Front.fetch", "self._registry.lines.get(line.number) is not line", "False"),
+    ),
+    _m(
         "r8_identity_by_equality",
         "scene: two_streams_that_compare_equal",
         (

@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, Final
 
-from allocator import CachingAllocator, DriverError, SimDevice, StreamCapturing
+from allocator import CachingAllocator, Config, DriverError, SimDevice, Stream, StreamCapturing
 from allocator.devices import LEGACY
 from allocator.sizes import MIB
 from tests.model.pairs import Slots
@@ -304,6 +304,25 @@ def an_allocation_on_the_null_stream() -> str | None:
         return f"{recorded} records on legacy" if recorded else None
 
 
+def a_stream_of_another_device() -> str | None:
+    """It has the number of a stream of this one, whose memory is in flight."""
+    gpu, other = SimDevice(), SimDevice(ordinal=1)
+    mine, theirs = Stream(gpu), Stream(other)
+    with CachingAllocator(gpu, Config(uses="declared")) as pool:
+        first, second = (pool.allocate(2 * MIB, stream=mine) for _ in range(2))
+        gpu.launch(mine, writes=[first])
+        first.close()
+        pool.allocate(5 * MIB, stream=mine).close()
+        try:
+            found = pool.front.fetch(MIB + 512, theirs.line, False)
+            if found is not None:
+                pool.put_down((found, found.generation, None))
+                return f"a stream of {other.label} was given {found!r}"
+        finally:
+            second.close()
+    return None
+
+
 SCENES: Final[dict[str, Callable[[], str | None]]] = {
     scene.__name__: scene
     for scene in (
@@ -316,6 +335,7 @@ SCENES: Final[dict[str, Callable[[], str | None]]] = {
         an_event_recorded_in_a_capture,
         a_current_stream,
         an_allocation_on_the_null_stream,
+        a_stream_of_another_device,
         a_capture_that_begins_during_a_record,
         a_stream_that_captures,
         a_query_that_fails,

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from allocator import CachingAllocator, SimDevice, Stream
+from collections import deque
+
+import pytest
+
+from allocator import CachingAllocator, Config, SimDevice, Stream
+from allocator.caching import reaper
+from allocator.sizes import MIB
+from tests.unit.caching.conftest import MakePool
 
 SIZE = 4096
 
@@ -50,4 +57,138 @@ def test_r3_a_free_that_names_another_stream_is_not_taken_back(gpu: SimDevice, p
     gpu.launch(stream, 1000, writes=[b])
     gpu.run_until_idle()
     assert gpu.races == []
+    pool.check()
+
+
+PLACES = ["where the newest free lies", "a bin", "its stream's index", "the index of all"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("kind", ["legacy", "per-thread", "blocking", "non-blocking"])
+@pytest.mark.parametrize("size", [2 * MIB, MIB + 3584], ids=["the same size", "less"])
+def test_r8_a_stream_of_another_device_gets_nothing(
+    gpu: SimDevice, kind: str, size: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is some other stream's here: streams are counted for each device."""
+    monkeypatch.setattr(reaper, "_leaving", deque())  # no pool of other tests is in the way
+    other = SimDevice(ordinal=1)
+
+    def make(device: SimDevice) -> Stream:
+        if kind == "legacy":
+            return Stream.legacy(device)
+        return Stream.per_thread(device) if kind == "per-thread" else Stream(device, non_blocking=kind != "blocking")
+
+    mine, theirs = make(gpu), make(other)
+    assert mine.line.number == theirs.line.number
+    with CachingAllocator(gpu, Config(uses="declared")) as pool:
+        a, b = (pool.allocate(2 * MIB, stream=mine) for _ in range(2))
+        if where != "the index of all":
+            gpu.hold(mine)
+        gpu.launch(mine, writes=[a])
+        a.close()
+        if where != PLACES[0]:
+            pool.drain_frees()
+        if where in PLACES[2:]:
+            pool.allocate(5 * MIB, stream=mine).close()  # all bins are emptied on the way
+        for _ in range(2):
+            with pytest.raises(ValueError, match="belongs to device"):
+                pool.allocate(size, stream=theirs)
+            for find in (pool.front.acquire, pool.front.fetch):
+                assert find(size, theirs.line, False) is None
+        if where != "the index of all":
+            gpu.resume(mine)
+        b.close()
+        pool.check()
+    assert gpu.races == []
+
+
+@pytest.mark.parametrize("reason", ["careful", "a capture", "ended", "nobody's handle"])
+def test_what_has_to_be_looked_at_before_is_left_to_the_rest(gpu: SimDevice, make: MakePool, reason: str) -> None:
+    """Also where it has come since the front was last told to be careful."""
+    pool = make(uses="declared")
+    stream, other = Stream(gpu), Stream(gpu)
+    pool.allocate(SIZE, stream=stream).close()
+    line = stream.timeline
+    assert line is not None
+    owner = line.owner
+    if reason == "careful":
+        pool.front.careful = True
+    if reason == "a capture":
+        gpu.begin_capture(other, "relaxed")
+        pool._registry.captures.active[-1] = line  # type: ignore[assignment]  # told of just now, nobody is careful yet
+    if reason == "ended":
+        line.ended = True
+    if reason == "nobody's handle":
+        line.owner = None
+    for size in (SIZE, SIZE + 512):
+        assert pool.front.fetch(size, line, False) is None
+    if reason == "a capture":
+        del pool._registry.captures.active[-1]
+        gpu.end_capture(other)
+    pool.front.careful, line.ended, line.owner = False, False, owner
+    block = pool.front.fetch(SIZE, line, False)
+    assert block is not None
+    pool.put_down((block, block.generation, None))
+    pool.check()
+
+
+def test_what_is_over_since_the_first_look_serves_before_the_pool_grows(gpu: SimDevice, make: MakePool) -> None:
+    """A bare handle given with the request proves that its stream is idle: between the first look and the second."""
+    pool = make(uses="auto")
+    with gpu.scope():
+        handle = gpu.stream_create(non_blocking=True, priority=0)
+    own = Stream(gpu)
+    for stream in (own, handle):
+        pool.allocate(2 * MIB, stream=stream).close()  # several streams share: large memory goes through the index
+    kept = pool.allocate(2 * MIB, stream=handle)
+    large = pool.allocate(100 * MIB, stream=handle)
+    gpu.launch(handle, writes=[large])
+    small = pool.allocate(3 * MIB, stream=handle)
+    del small
+    also = pool.allocate(3 * MIB + 512, stream=handle)
+    del large
+    gpu.run_until_idle()
+    reserved = pool.reserved_bytes
+    again = pool.allocate(100 * MIB, stream=handle, assumed=True)
+    assert pool.reserved_bytes == reserved
+    for block in (kept, also, again):
+        block.close(handle)
+    pool.check()
+
+
+def test_r9_much_memory_freed_on_a_bare_handle_is_marked_when_the_handle_is_next_given(
+    gpu: SimDevice, make: MakePool
+) -> None:
+    pool = make(limit=140 * MIB, context_events=False, uses="declared")
+    with gpu.scope():
+        handle = gpu.stream_create(non_blocking=True, priority=0)
+    large = pool.allocate(100 * MIB, stream=handle)
+    held = [pool.allocate(20 * MIB, stream=handle)]
+    gpu.launch(handle, writes=[large])
+    small = pool.allocate(3 * MIB, stream=handle)
+    del small
+    held.append(pool.allocate(MIB, stream=handle))  # marked here
+    del large
+    gpu.run_until_idle()
+    held += [pool.allocate(2 * MIB + 512 * n, stream=handle) for n in range(5)]
+    gpu.run_until_idle()
+    held.append(pool.allocate(60 * MIB, stream=Stream(gpu)))
+    assert pool.stats().out_of_memory == 0
+    for block in held:
+        block.close()
+    pool.check()
+
+
+def test_checked_mode_buys_no_page_where_what_there_is_would_do(gpu: SimDevice, make: MakePool) -> None:
+    """Nothing is at hand there before it has been filled: the look comes first all the same."""
+    pool = make(canary=True)
+    streams = [Stream(gpu) for _ in range(2)]
+    for n in range(400):
+        held = [pool.allocate(512 * (1 + (7 * n + k) % 40), stream=streams[n % 2]) for k in range(8)]
+        gpu.launch(streams[n % 2], writes=held)
+        for block in held:
+            block.close()
+        del held
+        gpu.run_until_idle()
+    assert pool.reserved_bytes == 2 * MIB and pool._accounts.steps["apart"] == 0
     pool.check()
