@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from allocator.blocks import KINDS, NOBODY, BestFit, Bin, Block, Heap, Owner
+from allocator.blocks import IDLE, KINDS, BestFit, Bin, Block, Heap, Owner
 from allocator.caching.shelves import Shelves
 from allocator.config import REUSE_KINDS
 from allocator.devices import Device
@@ -117,8 +117,8 @@ class Accounts:
             self._count_ages()
         small, large = shelves.idle
         in_flight = reserved - small.nbytes - large.nbytes - shelves.private_bytes() - self.low
-        if shelves.transit:  # new memory, on its way to who asked for it, has never been in flight
-            in_flight -= sum(block.size for block in shelves.transit if block.sole == NOBODY)
+        if shelves.transit:  # new memory and what it joined, on its way to who asked for it, is not in flight
+            in_flight -= sum(block.size for block in shelves.transit if block.state == IDLE)
         if in_flight > self.peak_in_flight:
             self.peak_in_flight = in_flight
         if reserved > self.peak_reserved:

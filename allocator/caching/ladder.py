@@ -7,6 +7,7 @@
      -  apart                a page of new memory, where small memory has changed streams too often (apart.py)
      4  settle               ask how far the other streams have got; then 1 to 3 again
      5  new memory           within the limit; above `max_in_flight` wait a little first
+     -  the gone             give back the memory of pools that have gone, and grow
      6  internal_dependency  growing is impossible: make the stream wait, on the device, for another's work
      7  (moving idle pages together belongs here)
      8  release              give idle memory of the other size class back, and grow
@@ -30,6 +31,7 @@ from allocator.caching.accounting import Accounts
 from allocator.caching.apart import Apart
 from allocator.caching.frees import Frees
 from allocator.caching.growth import Growth
+from allocator.caching.reaper import any_left, reap
 from allocator.caching.settling import Settling
 from allocator.caching.shelves import SCAN, Shelves
 from allocator.config import Config
@@ -94,6 +96,7 @@ class Ladder:
             or self._grow_apart(request)
             or self._settle(request)
             or self._grow(request)
+            or self._gone(request)
             or self._depend(request)
             or self._release(request)
             or self._host_wait(request)
@@ -135,9 +138,9 @@ class Ladder:
         """
         shelves, accounts = self._shelves, self._accounts
         with self._lock:
-            accounts.mark()
             self._frees.missed()
             self._frees.drain()
+            accounts.mark()
             found: tuple[Block, str, str] | None = None
             if first:
                 shelves.refresh()
@@ -167,9 +170,11 @@ class Ladder:
         return None if found is None else (*found, step)
 
     def _hand_out(self, block: Block, request: Request, reuse: str) -> None:
-        """Under the lock."""
+        """Under the lock, and after `mark`: what leaves the shelves makes nothing more in flight."""
+        accounts = self._accounts
         self._shelves.hand_out(block, request.line, request.size, request.assumed)
-        self._accounts.hand_out(block, request.requested, reuse)
+        accounts.hand_out(block, request.requested, reuse)
+        accounts.low = accounts.allocated
 
     def _apart_pays(self) -> bool:
         """Is a page of new memory the cheaper choice, and allowed?  Under the lock."""
@@ -261,6 +266,13 @@ class Ladder:
         """Above `max_in_flight`: poll and wait for anything that would serve, bounded, then let it grow (R13)."""
         self._settling.seal((request.line, request.given))
         return self._wait_for_any(request, "settle", self._config.max_in_flight)
+
+    def _gone(self, request: Request) -> Block | None:
+        """Growing is impossible: pools that have gone are looked at however lately they were, as it may be over now."""
+        if not any_left():
+            return None
+        reap()
+        return self._grow(request, step="grow")
 
     # -- 6 --------------------------------------------------------------------------------------
 

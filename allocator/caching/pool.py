@@ -245,19 +245,24 @@ class CachingAllocator:
             first = block is None and bool(due or bare or any_left() or registry.orphan_events)
             if block is None and not first:
                 block = self._ladder.at_hand(line, nbytes, size, self._growth.kind(size), assumed)
+        marked = False
         if first:  # before a block is taken: whatever fails here loses none
             reap(patiently=True)
             destroy_orphans(registry)
             if due:
                 self._settling.seal((line, given))
             if bare:
-                self._mark_bare(line, given)
+                marked = self._mark_bare(line, given)
             with self._lock:
                 block = self._from_bin(nbytes, size, line, assumed)
                 if block is None:
                     block = self._ladder.at_hand(line, nbytes, size, self._growth.kind(size), assumed)
         if block is None:
-            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
+            request = Request(line, given, nbytes, size, self._growth.kind(size), assumed)
+            if bare and not marked:
+                self._bare_due.pop(line.number, None)
+                self._mark_bare(line, given)
+            block = self._climb(request)
         if self._canary is not None:
             self._canary.serve(block)
         if registry.captures.active:
@@ -277,23 +282,24 @@ class CachingAllocator:
         self._accounts.hand_out(block, nbytes, "same_stream")
         return block
 
-    def _mark_bare(self, line: Timeline, given: int | None) -> None:
-        """A bare handle is given to us again: now, and only now, its earlier frees can be sealed (R9).
+    def _mark_bare(self, line: Timeline, given: int | None) -> bool:
+        """A bare handle is given to us again: now, and only now, its earlier frees can be sealed (R9).  False: not due.
 
         Once in BARE_FREES frees or BARE_BYTES, as each costs driver calls; always where memory is scarce, and before
-        the pool grows (`_climb`).
+        the ladder is climbed.
         """
         frees, freed = self._accounts.frees, self._accounts.freed_sum
         due, bytes_due = self._bare_due.get(line.number, (0, 0))
         with self._lock:
             if frees < due and freed < bytes_due and not self._pressed():
-                return
+                return False
             unsealed = self._shelves.unsealed([line])
         if len(self._bare_due) > MOST_BARE:
             self._bare_due.clear()
         self._bare_due[line.number] = frees + BARE_FREES, freed + BARE_BYTES
         if unsealed and not self._sealing.query(line, given):
             self._sealing.seal(line, given)
+        return True
 
     def _allocate_slowly(self, nbytes: int, stream: object, assumed: bool) -> Allocation:
         """Everything but a hit for one of our own streams: check the arguments, find the stream, climb the ladder."""
@@ -332,10 +338,6 @@ class CachingAllocator:
         registry.check_usable()
         reap(patiently=True)
         destroy_orphans(registry)
-        line = request.line
-        if request.given is not None and line.owner is None and not registry.reachable(line):
-            self._bare_due.pop(line.number, None)
-            self._mark_bare(line, request.given)
         if request.size > self.device.total_memory:
             self._accounts.out_of_memory += 1
             raise self._out_of_memory(request, "more than the device has")

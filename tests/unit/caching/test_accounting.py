@@ -291,3 +291,36 @@ def test_what_turns_round_on_the_way_is_counted_by_what_was_asked_for(gpu: SimDe
     assert after.request_size_bytes.sum == sum(asked) + 3999 + more and after.requested_bytes == 0
     assert sum(after.frees.values()) == sum(after.allocations.values())
     pool.check()
+
+
+def test_new_memory_that_joins_idle_memory_was_never_in_flight(gpu: SimDevice, make: MakePool) -> None:
+    pool = make()
+    s = Stream(gpu)
+    pool.allocate(8 << 20, stream=s).close()
+    s.synchronize()
+    pool.stats()
+    pool.reset_peaks()
+    held = pool.allocate(20 << 20, stream=s)
+    assert pool.stats().peak_in_flight_bytes == 0
+    held.close()
+
+
+def test_idle_memory_that_is_handed_out_was_not_in_flight(gpu: SimDevice, make: MakePool) -> None:
+    """Also where it was found at the second look, when what was over had been put together."""
+    pool = make()
+    s, t = Stream(gpu), Stream(gpu)
+    for stream in (t, s):
+        pool.allocate(512, stream=stream).close()
+    pool.allocate(32 << 20, stream=s).close()
+    s.synchronize()
+    pool.stats()
+    small = pool.allocate(2 << 20, stream=s)
+    gpu.launch(s, 1000, writes=[small])
+    small.close()
+    pool.drain_frees()
+    pool.reset_peaks()
+    gpu.run_until_idle()
+    held = pool.allocate(31 << 20, stream=t)
+    assert pool.stats().peak_in_flight_bytes <= 2 << 20
+    held.close()
+    pool.check()

@@ -192,3 +192,46 @@ def test_checked_mode_buys_no_page_where_what_there_is_would_do(gpu: SimDevice, 
         gpu.run_until_idle()
     assert pool.reserved_bytes == 2 * MIB and pool._accounts.steps["apart"] == 0
     pool.check()
+
+
+@pytest.mark.parametrize("misses", [0, 1, 2, 4, 16, 64, 200])
+def test_memory_of_a_closed_pool_that_is_over_by_now_serves_before_anything_fails(misses: int) -> None:
+    """However lately that pool was looked at in vain."""
+    gpu = SimDevice(memory=128 * MIB)
+    gone, pool = (CachingAllocator(gpu, Config(uses="declared", wait_on_demand=False)) for _ in range(2))
+    first, second = Stream(gpu), Stream(gpu)
+    block = gone.allocate(100 * MIB, stream=first)
+    gpu.hold(first)
+    gpu.launch(first, writes=[block])
+    block.close()
+    gone.close()
+    for n in range(misses):
+        pool.allocate(512 * (1 + n), stream=second).close()
+    gpu.resume(first)
+    gpu.run_until_idle()
+    pool.allocate(100 * MIB, stream=second).close()
+    assert pool.stats().out_of_memory == 0
+    pool.check()
+    pool.close()
+
+
+def test_a_bare_handle_given_with_a_request_that_grows_is_asked_once(gpu: SimDevice, make: MakePool) -> None:
+    pool = make(uses="auto")
+    with gpu.scope():
+        handle = gpu.stream_create(non_blocking=True, priority=0)
+    pool.allocate(512, stream=Stream(gpu)).close()
+    kept = []
+    gpu.hold(handle)
+    for _ in range(3):
+        block = pool.allocate(4 * MIB, stream=handle)
+        gpu.launch(handle, writes=[block])
+        del block
+        before = dict(gpu.calls)
+        kept.append(pool.allocate(8 * MIB, stream=handle))
+        asked, marked = (gpu.calls[call] - before.get(call, 0) for call in ("cuStreamQuery", "cuEventRecord"))
+        assert asked <= 2 and marked <= 2, "once for this, and once when the streams that share are marked"
+        gpu.launch(handle, writes=[kept[-1]])
+    gpu.resume(handle)
+    for block in kept:
+        block.close(handle)
+    pool.check()
