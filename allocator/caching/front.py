@@ -251,36 +251,41 @@ class Front:
         ):
             return None
         block: Block | None = None
-        frees, inside = self._frees, self.inside
+        frees = self._frees
         try:
-            if not self._enter(False):
-                return None
-            inside.busy = 1
-            with shield:  # many steps, which Ctrl-C must not part
-                # Looked at again, inside: what makes an allocation careful may have come since.
-                if not self.careful and not self._registry.captures.active and not frees.drain():
-                    size = (nbytes + 511) & -512
-                    sizes = (self._assumed if assumed else self._declared).get(line)
-                    bin_ = sizes.by_size.get(size) if sizes is not None else None
-                    if bin_ is not None and bin_.blocks:
-                        block = bin_.blocks.pop()
-                        bin_.hits += 1
-                        block.requested = nbytes
-                        accounts = self.accounts
-                        accounts.requested_sum += nbytes
-                        accounts.allocated += size
-                        accounts.high = max(accounts.high, accounts.allocated)
-                    elif not self._registry.orphan_events and not (any_left() and self._turn()):
-                        block = self._at_hand(line, nbytes, size, self._kind(size), assumed)
-            if self._clears:
-                inside.busy = 0
-            self._leave()
-            if frees.dropped:
-                frees.dropped.clear()  # outside every lock: foreign destructors may run here
+            with shield:  # many steps, which Ctrl-C must not part; it is raised when the lock has been given back
+                if self._enter(False):
+                    try:
+                        self.inside.busy = 1
+                        # Looked at again, inside: what makes an allocation careful may have come since.
+                        if not self.careful and not self._registry.captures.active and not frees.drain():
+                            block = self._find(nbytes, line, assumed)
+                    finally:
+                        if self._clears:
+                            self.inside.busy = 0
+                        self._leave()
         except BaseException:
-            if self._here():
-                self._leave()
             if block is not None:
                 self._put_down((block, block.generation, None))
             raise
+        if frees.dropped:
+            frees.dropped.clear()  # outside every lock: foreign destructors may run here
         return block
+
+    def _find(self, nbytes: int, line: Timeline, assumed: bool) -> Block | None:
+        """Under the lock: what the stream has in a bin, else the ladder's first steps."""
+        size = (nbytes + 511) & -512
+        sizes = (self._assumed if assumed else self._declared).get(line)
+        bin_ = sizes.by_size.get(size) if sizes is not None else None
+        if bin_ is not None and bin_.blocks:
+            block = bin_.blocks.pop()
+            bin_.hits += 1
+            block.requested = nbytes
+            accounts = self.accounts
+            accounts.requested_sum += nbytes
+            accounts.allocated += size
+            accounts.high = max(accounts.high, accounts.allocated)
+            return block
+        if self._registry.orphan_events or (any_left() and self._turn()):
+            return None
+        return self._at_hand(line, nbytes, size, self._kind(size), assumed)

@@ -254,7 +254,6 @@ class Ladder:
             reuse = self._shelves.reuse_kind(block, request.line)
             self._hand_out(self._shelves.carve(block, request.size), request, reuse)
             self._accounts.steps[step] += 1
-            self._accounts.low = self._accounts.allocated  # what has just been handed out was in transit, not in flight
             self._accounts.mark()
 
     def _waitable(self) -> int:

@@ -258,11 +258,10 @@ class CachingAllocator:
                 if block is None:
                     block = self._ladder.at_hand(line, nbytes, size, self._growth.kind(size), assumed)
         if block is None:
-            request = Request(line, given, nbytes, size, self._growth.kind(size), assumed)
             if bare and not marked:
                 self._bare_due.pop(line.number, None)
                 self._mark_bare(line, given)
-            block = self._climb(request)
+            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
         if self._canary is not None:
             self._canary.serve(block)
         if registry.captures.active:

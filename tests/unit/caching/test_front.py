@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -235,3 +238,37 @@ def test_a_bare_handle_given_with_a_request_that_grows_is_asked_once(gpu: SimDev
     for block in kept:
         block.close(handle)
     pool.check()
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["a handler of its own", "KeyboardInterrupt"])
+def test_s16_a_signal_in_the_middle_of_a_miss_is_handled_when_the_lock_has_been_given_back(
+    gpu: SimDevice, pool: CachingAllocator, monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
+    """The handler is the program's, and may wait for a thread that allocates."""
+    stream = Stream(gpu)
+    pool.allocate(4 * SIZE, stream=stream).close()
+    inside: list[bool] = []
+    look = pool.front._at_hand
+
+    def interrupted(*request: Any) -> Any:
+        block = look(*request)
+        if not inside:
+            signal.raise_signal(signal.SIGINT)
+        return block
+
+    def handler(number: int, frame: object) -> None:
+        inside.append(pool._lock.held_here())  # type: ignore[attr-defined]  # the lock that pools have
+        pool.allocate(SIZE, stream=stream).close()
+        if raises:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool.front, "_at_hand", interrupted)
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) if raises else nullcontext():
+            pool.allocate(SIZE, stream=stream).close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert inside and not any(inside)
+    pool.check()
+    assert pool.stats().allocated_bytes == 0
