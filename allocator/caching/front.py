@@ -253,7 +253,8 @@ class Front:
         block: Block | None = None
         frees = self._frees
         try:
-            with shield:  # many steps, which Ctrl-C must not part; it is raised when the lock has been given back
+            # Many steps, which Ctrl-C must not part; it is raised when the lock has been given back (S16).
+            with shield:
                 if self._enter(False):
                     try:
                         self.inside.busy = 1
