@@ -33,12 +33,16 @@ STEPS_HOLD: Final = (
 
 
 class Inside:
-    """busy: 0 if certainly no thread is inside a locked section that has begun and is not over."""
+    """busy: 0 if certainly no thread is inside a locked section that has begun and is not over.
 
-    __slots__ = ("busy",)
+    entered: sections that have begun.  While it is the same, no other thread has been inside.
+    """
+
+    __slots__ = ("busy", "entered")
 
     def __init__(self) -> None:
         self.busy = 0
+        self.entered = 0
 
 
 def refused(blocking: bool, timeout: float) -> bool:
@@ -69,6 +73,7 @@ class GilLock:
         taken: bool = self._inner.acquire(blocking, timeout)
         if taken:
             self.inside.busy += 1
+            self.inside.entered += 1
         return taken
 
     def release(self) -> None:

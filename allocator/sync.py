@@ -86,6 +86,7 @@ class OwnedLock:
             taken = inner.acquire(blocking, timeout)
             if taken:
                 self.inside.busy = 1  # before the section's first step, whoever came in since
+                self.inside.entered += 1
             return taken
         except BaseException:  # a signal handler's, perhaps just after the lock was taken
             if inner._is_owned():

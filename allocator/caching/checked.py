@@ -61,10 +61,10 @@ class CheckedGrowth(Growth):
             self._keep(segment, ptr)
             return 0
         if damage is None:
-            with self._lock:  # now: once it is given back, another thread may grow into these very addresses
+            with self._lock.checked():  # now: once it is given back, another thread may grow into these very addresses
                 canary.gone(ptr, ptr + size)
             return super()._detach(segment, reason)
-        with self._lock:
+        with self._lock.checked():
             self._accounts.mark()
             self.growing -= size
             canary.put_down(self._heap.add(segment), damage)

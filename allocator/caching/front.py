@@ -51,6 +51,8 @@ class Front:
         "_put_down",
         "_queue",
         "_registry",
+        "_told",
+        "_vain",
         "accounts",
         "announce",
         "careful",
@@ -78,6 +80,10 @@ class Front:
         self._kind = kind
         self._at_hand = at_hand
         self.inside: Inside = Inside() if told is None else told
+        self._told = told is not None
+        """Does `inside` know of every section?"""
+        self._vain: object = None
+        """What `fetch` looked for in vain the last time, and all that would have to change for it to be found."""
         self._clears = not isinstance(lock, GilLock)
         """Leaving the section does not say that nobody is inside: say it here."""
         self.accounts = accounts
@@ -205,6 +211,7 @@ class Front:
             if not self._enter(False):  # not `with`: that costs twice as much where this is interpreted
                 return None
             inside.busy = 1
+            inside.entered += 1
             if not (self._queue and self._frees.drain()):
                 size = (nbytes + 511) & -512
                 sizes = (self._assumed if assumed else self._declared).get(line)
@@ -258,6 +265,7 @@ class Front:
                 if self._enter(False):
                     try:
                         self.inside.busy = 1
+                        self.inside.entered += 1
                         # Looked at again, inside: what makes an allocation careful may have come since.
                         if not self.careful and not self._registry.captures.active and not frees.drain():
                             block = self._find(nbytes, line, assumed)
@@ -289,4 +297,16 @@ class Front:
             return block
         if self._registry.orphan_events or (any_left() and self._turn()):
             return None
-        return self._at_hand(line, nbytes, size, self._kind(size), assumed)
+        found = self._at_hand(line, nbytes, size, self._kind(size), assumed)
+        if found is None and self._told:
+            self._vain = self._now(size, line, assumed)
+        return found
+
+    def _now(self, size: int, line: Timeline, assumed: bool) -> object:
+        """A request, and whatever else what can be had at once depends on: what others did or freed, the driver's
+        answers, and what the stream has waited for."""
+        return size, line, assumed, self.inside.entered, self.accounts.frees, self._registry.version, line.clock
+
+    def in_vain(self, size: int, line: Timeline, assumed: bool) -> bool:
+        """Has `fetch` just looked for this, and would it fail again?  Outside the lock: what comes later is later."""
+        return self._vain is not None and self._vain == self._now(size, line, assumed)

@@ -77,7 +77,7 @@ class Growth:
         for another reason than lack of memory; nothing has then changed.
         """
         self._reserve()
-        with self._lock:
+        with self._lock.checked():
             plan = self._plan(line, size, kind, assumed)
             if plan is None:
                 return None
@@ -95,21 +95,25 @@ class Growth:
             if segment is None and error.code != OUT_OF_MEMORY:
                 raise
         finally:
-            with self._lock:
+            with self._lock.checked():
                 self.growing -= nbytes
                 block = self._settle_plan(segment, stuck, ptr, nbytes, parts, (self._device.clock_ns() - started) / 1e9)
         return block
 
+    def _virtual(self) -> bool:
+        """Has a range of addresses been reserved?  Asked anew: another thread may have, since we looked."""
+        return self._spaces is not None
+
     def _reserve(self) -> None:
-        if self._spaces is not None or not self._heap.joined:
+        if self._virtual() or not self._heap.joined:
             return
         device = self._device
         with device.scope():
             base, size = self.backing.reserve()
         unit = device.granularity
         quarter = size // 4 // unit * unit
-        with self._lock:
-            if self._spaces is None:
+        with self._lock.checked():
+            if not self._virtual():
                 self._range = (base, size)
                 self._spaces = [Space(base, quarter, unit), Space(base + quarter, size - quarter, unit)]
                 return
@@ -202,7 +206,7 @@ class Growth:
         for left in self._take_unreleased():
             freed += self._detach(left, reason)
         while freed < most:
-            with self._lock:
+            with self._lock.checked():
                 accounts.mark()
                 segment = self._take_one()
                 accounts.mark()
@@ -210,7 +214,7 @@ class Growth:
                 break
             started = device.clock_ns()
             given = self._detach(segment, reason)
-            with self._lock:
+            with self._lock.checked():
                 call = "cuMemUnmap" if self._heap.joined else "cuMemFree"
                 accounts.driver_seconds[call] += (device.clock_ns() - started) / 1e9
             if not given:
@@ -228,7 +232,7 @@ class Growth:
             self._registry.failed(error)
             self._keep(segment, ptr)
             return 0
-        with self._lock:
+        with self._lock.checked():
             if ptr and self._spaces is not None:
                 self._space_of(ptr).give_back(ptr, ptr + size)
             self.growing -= size
@@ -237,7 +241,7 @@ class Growth:
         return size
 
     def _take_unreleased(self) -> list[Segment]:
-        with self._lock:
+        with self._lock.checked():
             leaving, self._unreleased = self._unreleased, []
             self.growing += sum(segment.size for segment in leaving)  # still held, until the driver has it back
         return leaving
@@ -277,7 +281,7 @@ class Growth:
 
     def _keep(self, segment: Segment, ptr: int) -> None:
         """The driver refused: the segment is ours as before, or unmapped and to be released later."""
-        with self._lock:
+        with self._lock.checked():
             self._accounts.mark()
             self.growing -= segment.size
             if segment.ptr and segment.usable:

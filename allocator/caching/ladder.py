@@ -42,17 +42,30 @@ from allocator.sync import LockLike, shield
 
 
 class Request:
-    """One allocation on its way down the ladder.  given: the stream's handle, alive for the length of the call."""
+    """One allocation on its way down the ladder.
 
-    __slots__ = ("apart", "assumed", "given", "kind", "line", "requested", "size")
+    given: the stream's handle, alive for the length of the call.  looked: `at_hand` has just failed.
+    """
 
-    def __init__(self, line: Timeline, given: int | None, requested: int, size: int, kind: int, assumed: bool) -> None:
+    __slots__ = ("apart", "assumed", "given", "kind", "line", "looked", "requested", "size")
+
+    def __init__(
+        self,
+        line: Timeline,
+        given: int | None,
+        requested: int,
+        size: int,
+        kind: int,
+        assumed: bool,
+        looked: bool = False,
+    ) -> None:
         self.line = line
         self.given = given
         self.requested = requested
         self.size = size
         self.kind = kind
         self.assumed = assumed
+        self.looked = looked
         self.apart = False
         """To be served by new memory, although another stream's may be free (apart.py)."""
 
@@ -133,16 +146,16 @@ class Ladder:
     def _look(self, request: Request, *, first: bool = False, step: str | None = None) -> Block | None:
         """Steps 1 to 3 under the lock, all bins emptied first, so that what is in them can merge and serve.
 
-        first: `at_hand` again before that, as much may have changed since; and the bins stay as they are where memory
-        that stays apart is the cheaper choice.
+        first: `at_hand` again before that, as much may have changed since, unless it has just failed; and the bins stay
+        as they are where memory that stays apart is the cheaper choice.
         """
         shelves, accounts = self._shelves, self._accounts
-        with self._lock:
+        with self._lock.checked():
             self._frees.missed()
             self._frees.drain()
             accounts.mark()
             found: tuple[Block, str, str] | None = None
-            if first:
+            if first and not request.looked:
                 shelves.refresh()
                 found = self._find(request)
             if found is None and first and request.kind == SMALL and self._apart_pays():
@@ -193,7 +206,7 @@ class Ladder:
             block = self._growth.grow(request.line, request.size, SMALL, request.assumed)
         finally:  # the driver may also fail for another reason than lack of memory
             if block is None:
-                with self._lock:
+                with self._lock.checked():
                     self.apart.refused()
         if block is None:
             return self._look(request)
@@ -227,7 +240,7 @@ class Ladder:
                 block = self._wait_below_bound(request)
                 if block is not None:
                     return block
-            with self._lock:
+            with self._lock.checked():
                 self._accounts.mark()
                 block = self._shelves.gather(request.line, request.size, request.kind, request.assumed)
                 if block is not None:
@@ -248,7 +261,7 @@ class Ladder:
 
     def _take_grown(self, block: Block, request: Request, step: str) -> None:
         """Hand out what `Growth.grow` has brought."""
-        with self._lock:
+        with self._lock.checked():
             self._accounts.mark()
             self._shelves.transit.discard(block)
             reuse = self._shelves.reuse_kind(block, request.line)
@@ -258,7 +271,7 @@ class Ladder:
 
     def _waitable(self) -> int:
         """Bytes in flight that a wait could free; what is parked is not counted (R13)."""
-        with self._lock:
+        with self._lock.checked():
             return self._accounts.in_flight() - self._shelves.parked_bytes()
 
     def _wait_below_bound(self, request: Request) -> Block | None:
@@ -291,7 +304,7 @@ class Ladder:
             return None  # a wait put on legacy stalls every blocking stream: last (R6)
         tried: set[Block] = set()
         for _ in range(SCAN):
-            with self._lock:
+            with self._lock.checked():
                 block = self._candidate(request, tried)
                 if block is None:
                     return None
@@ -303,7 +316,7 @@ class Ladder:
                 block.generation += 1
                 self._accounts.mark()
             ready = self._make_wait(request, block.stamp, block.owner is request.line, may_seal=may_seal, legacy=legacy)
-            with self._lock:
+            with self._lock.checked():
                 self._shelves.transit.discard(block)
                 self._accounts.mark()
                 exempt = block.owner is request.line
@@ -334,7 +347,7 @@ class Ladder:
         registry, sealing = self._registry, self._sealing
         if may_seal and CONTEXT in stamp.at and not exempt and registry.context.seal_for(stamp.at[CONTEXT]) is None:
             sealing.close_context()
-        with registry.lock:
+        with registry.lock.checked():
             needed = self._needed(stamp, request.line, exempt)
         if needed is None:
             return False
@@ -349,7 +362,7 @@ class Ladder:
                 events.append(sealed)
             return sealing.make_wait(request.line, events, request.given) if events else True
         finally:
-            with registry.lock:
+            with registry.lock.checked():
                 for sealed in events:
                     registry.recycle(sealed)
 
@@ -377,7 +390,7 @@ class Ladder:
         """An event behind `seqno`, in use by us until `recycle`; one that exists before a new one (R13)."""
         registry = self._registry
         for attempt in range(2):
-            with registry.lock:
+            with registry.lock.checked():
                 sealed = line.event_for(seqno)
                 if sealed is not None:
                     sealed.users += 1
@@ -394,7 +407,7 @@ class Ladder:
             elif line.kind.blocking and legacy:
                 sealed = self._sealing.seal_legacy()
                 if sealed is not None:
-                    with registry.lock:
+                    with registry.lock.checked():
                         if not sealed.done:
                             sealed.users += 1
                             return sealed

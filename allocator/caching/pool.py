@@ -239,12 +239,17 @@ class CachingAllocator:
         if self._uses is not None:
             assumed = self._uses
         bare = given is not None and line.owner is None and not registry.reachable(line)
-        with self._lock:
-            due = self._frees.drain()
-            block = None if due else self._from_bin(nbytes, size, line, assumed)
-            first = block is None and bool(due or bare or any_left() or registry.orphan_events)
-            if block is None and not first:
-                block = self._ladder.at_hand(line, nbytes, size, self._growth.kind(size), assumed)
+        first = bool(bare or any_left() or registry.orphan_events)
+        due = False
+        block: Block | None = None
+        looked = not first and self.front.in_vain(size, line, assumed)
+        if not looked:
+            with self._lock:
+                due = self._frees.drain()
+                block = None if due else self._from_bin(nbytes, size, line, assumed)
+                first = block is None and (due or first)
+                if block is None and not first:
+                    block = self._ladder.at_hand(line, nbytes, size, self._growth.kind(size), assumed)
         marked = False
         if first:  # before a block is taken: whatever fails here loses none
             reap(patiently=True)
@@ -261,7 +266,7 @@ class CachingAllocator:
             if bare and not marked:
                 self._bare_due.pop(line.number, None)
                 self._mark_bare(line, given)
-            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed))
+            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed, looked))
         if self._canary is not None:
             self._canary.serve(block)
         if registry.captures.active:

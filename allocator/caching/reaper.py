@@ -49,12 +49,17 @@ def any_left() -> bool:
     return bool(_leaving)
 
 
-@shielded
 def reap(*, patiently: bool = False) -> None:
     """Serve the pools that have gone.  Driver calls: queries, and those that give memory back.
 
     patiently: for allocations, of which there are many: a pool that could not go is looked at less and less often.
     """
+    if _leaving:
+        _serve(patiently)
+
+
+@shielded
+def _serve(patiently: bool) -> None:
     for _ in range(len(_leaving)):
         try:
             look = _leaving.popleft()

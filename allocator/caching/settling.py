@@ -57,7 +57,7 @@ class Settling:
 
     def waiting(self, most: int | None = None) -> Waiting:
         """What free memory waits for now, the frees queued so far included; of those `most` at most, if it is given."""
-        with self._lock:
+        with self._lock.checked():
             self._accounts.mark()
             if most is None:
                 self._frees.drain()
@@ -92,7 +92,7 @@ class Settling:
             reachable = [line for line in waiting.unsealed if registry.reachable(line)]
             idle = sealing.ask(reachable)
             if idle:
-                with self._lock:
+                with self._lock.checked():
                     self._shelves.stamped.difference_update(line.number for line in idle)
             if len(reachable) < len(waiting.unsealed) and any(
                 line.kind.blocking and not registry.reachable(line) for line in waiting.unsealed
@@ -126,7 +126,7 @@ class Settling:
         """
         sealing, registry, shelves = self._sealing, self._registry, self._shelves
         sealing.end_finished()
-        with self._lock:
+        with self._lock.checked():
             self._frees.sealed()
             waiting = self._waiting()
             shelves.stamped.clear()
@@ -157,7 +157,7 @@ class Settling:
             if line.kind is Kind.LEGACY or (handle is None and not registry.reachable(line)):
                 through_legacy |= line.kind is not Kind.NON_BLOCKING
             elif (waiting.assumed or not sealing.query(line, handle)) and sealing.seal(line, handle) is None:
-                with self._lock:
+                with self._lock.checked():
                     shelves.stamped.add(line.number)
         return through_legacy
 
@@ -168,7 +168,7 @@ class Settling:
         """
         registry, device = self._registry, self._device
         lines = in_flight(dict.fromkeys((*self.waiting().lines, registry.legacy)))  # in one order, so that runs repeat
-        with registry.lock:
+        with registry.lock.checked():
             events = [line.in_flight[0] for line in lines if line.in_flight]
             events += [seal.event for seal in registry.context.in_flight if seal.event is not None][:1]
             for sealed in events:
@@ -183,7 +183,7 @@ class Settling:
             registry.failed(error)
             over = False
         finally:
-            with registry.lock:
+            with registry.lock.checked():
                 for sealed in events:
                     registry.recycle(sealed)
         self.poll(lines)
@@ -194,7 +194,7 @@ class Settling:
         sealing, shelves, accounts = self._sealing, self._shelves, self._accounts
         for _ in range(8):  # a wait may let other threads free more; what cannot be marked stays
             self.seal()
-            with self._lock:
+            with self._lock.checked():
                 accounts.mark()
                 self._frees.drain()
                 shelves.flush()
@@ -210,7 +210,7 @@ class Settling:
         """Is every stream of the context idle?  Asked before what waits for the whole device (R13)."""
         registry, sealing = self._registry, self._sealing
         sealing.end_finished()
-        with registry.lock:
+        with registry.lock.checked():
             lines = registry.seen()
         self.poll(lines)
         blocking_idle = sealing.query(registry.legacy)

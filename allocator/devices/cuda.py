@@ -24,7 +24,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -87,6 +87,7 @@ class CudaDevice:
     _pid: int
     _version: int
     _ordinal: int
+    _functions: dict[str, Callable[..., Any]]
     _calls: defaultdict[str, int]
     _failures: defaultdict[str, int]
     _context: int | None
@@ -106,6 +107,7 @@ class CudaDevice:
         self._pid = os.getpid()
         self._ordinal = ordinal
         self._calls, self._failures = defaultdict(int), defaultdict(int)
+        self._functions = {}
         self._context = None
         count = int(self._do("cuDeviceGetCount"))
         if ordinal >= count:
@@ -122,7 +124,7 @@ class CudaDevice:
 
     def _do(self, call: str, *args: object) -> Any:
         """Make one driver call; return its only result, a tuple of several, or None."""
-        answer = self._make(call, args)
+        answer = self._make(call, *args)
         if answer[0]:
             self._failures[call] += 1
             raise _error(call, answer[0])
@@ -132,23 +134,26 @@ class CudaDevice:
 
     def _ready(self, call: str, handle: int) -> bool:
         """Make a query: True, or False for "not ready"."""
-        status = self._make(call, (handle,))[0]
+        status = self._make(call, handle)[0]
         if not status:
             return True
         if status == _NOT_READY:
             return False
         raise _error(call, status)
 
-    def _make(self, call: str, args: tuple[object, ...]) -> Any:
+    def _make(self, call: str, *args: object) -> Any:
         """Count a call and make it: what the bindings return, the status first."""
         if self._forks != _bindings.forks:
             raise ForkError(f"{self!r} was made in a parent process; a CUDA context does not survive a fork")
         if sys.is_finalizing():
             raise DriverError(call, "CUDA_ERROR_DEINITIALIZED", "the interpreter is shutting down", sticky=True)
         self._calls[call] += 1
-        function = getattr(self._driver, call, None)
+        function = self._functions.get(call)
         if function is None:
-            raise DriverError(call, "CUDA_ERROR_NOT_FOUND", "these bindings are too old for it")
+            function = getattr(self._driver, call, None)
+            if function is None:
+                raise DriverError(call, "CUDA_ERROR_NOT_FOUND", "these bindings are too old for it")
+            self._functions[call] = function
         try:
             return function(*args)
         except RuntimeError as error:  # the bindings know it, the driver does not
@@ -296,7 +301,8 @@ class CudaDevice:
         return not int(self._do("cuStreamGetFlags", stream)) & _NON_BLOCKING
 
     def stream_is_capturing(self, stream: int) -> Capture:
-        return Capture(int(self._do("cuStreamIsCapturing", stream)))
+        status = self._do("cuStreamIsCapturing", stream)
+        return Capture(int(status)) if status else Capture.NONE  # asked before every call on a stream
 
     def stream_query(self, stream: int) -> bool:
         return self._ready("cuStreamQuery", stream)

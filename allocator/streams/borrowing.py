@@ -39,7 +39,7 @@ class Borrowed:
         registry, line = self._registry, self._line
         if registry.forked:
             return None
-        with registry.lock:
+        with registry.lock.checked():
             forbidden = not self._by_program and registry.captures.forbids(line)
             if forbidden:
                 return None
@@ -73,7 +73,7 @@ class Borrowed:
     def _give_back(self) -> None:
         registry, owned = self._registry, self._owned
         dead: int | None = None
-        with registry.lock:
+        with registry.lock.checked():
             if self._pinned:
                 self._line.pins -= 1
             if owned is not None:
@@ -101,9 +101,10 @@ class BorrowedEach:
         if registry.forked:
             return []
         found: list[tuple[Timeline, int | None, object]] = []
-        with registry.lock:
+        with registry.lock.checked():
+            captures = registry.captures
             for line in self._lines:
-                if registry.captures.forbids(line):
+                if captures.active and captures.forbids(line):
                     continue
                 line.pins += 1
                 self._pinned.append(line)
@@ -139,7 +140,7 @@ class BorrowedEach:
     def _give_back(self) -> None:
         registry = self._registry
         dead = []
-        with registry.lock:
+        with registry.lock.checked():
             for line in self._pinned:
                 line.pins -= 1
             self._pinned.clear()

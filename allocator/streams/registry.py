@@ -57,14 +57,14 @@ class Registry:
     """The timelines of one context.  Get it with `Registry.of(device)`."""
 
     _all: ClassVar[weakref.WeakKeyDictionary[Device, Registry]] = weakref.WeakKeyDictionary()
-    _all_lock: ClassVar[threading.RLock] = threading.RLock()  # a finaliser may come back
+    _making: ClassVar[threading.RLock] = threading.RLock()  # a finaliser may come back
 
     @classmethod
     def of(cls, device: Device) -> Registry:
         """The registry of the device's context, made at first use.  No driver call."""
         registry = cls._all.get(device)
         if registry is None:
-            with cls._all_lock:
+            with cls._making:
                 registry = cls._all.get(device) or cls._all.setdefault(device, cls(device))
         return registry
 
@@ -154,7 +154,7 @@ class Registry:
         with device.scope():
             identity = device.stream_id(handle)
         kind = Kind.NON_BLOCKING if non_blocking else Kind.BLOCKING
-        with self.lock:
+        with self.lock.checked():
             line = self._new_line(identity, kind, owner)
             line.name = name
         self.sweep()
@@ -162,7 +162,7 @@ class Registry:
 
     def _look_up(self, handle: int, owner: object) -> Timeline:
         device = self.device
-        with self.lock:
+        with self.lock.checked():
             captured = self.captures.by_handle.get(handle)
         if captured is not None and handle != PER_THREAD:  # alive, as it captures; nobody may ask which it is (R8)
             return captured
@@ -176,7 +176,7 @@ class Registry:
             blocking = True
             if line is None:
                 blocking = device.stream_is_blocking(handle)
-        with self.lock:
+        with self.lock.checked():
             line = self.streams.get(identity)
             if line is None:
                 kind = Kind.BLOCKING if blocking else Kind.NON_BLOCKING
@@ -216,7 +216,7 @@ class Registry:
 
         It is never found over by itself: a context event speaks for it, or `Sealing.identify`.
         """
-        with self.lock:
+        with self.lock.checked():
             line = Timeline(self._next, Kind.NON_BLOCKING, name="unknown")
             self._next += 1
             self.lines[line.number] = line
@@ -224,7 +224,7 @@ class Registry:
 
     def all_pools(self) -> list[Drains]:
         """The pools that stamp blocks with these timelines, oldest first.  Not under the lock."""
-        with self.lock:
+        with self.lock.checked():
             return list(self.pools)
 
     def reachable(self, line: Timeline) -> bool:
@@ -274,7 +274,7 @@ class Registry:
 
     def destroy(self, owner: OwnedHandle) -> None:
         """Destroy a stream of ours, as soon as no thread is inside a call with it.  `cuStreamDestroy`."""
-        with self.lock:
+        with self.lock.checked():
             owner.closing = True
             owner.pins += 1
             dead = unpinned(owner)
@@ -312,7 +312,7 @@ class Registry:
 
     def close_each(self, lines: Iterable[Timeline]) -> list[list[tuple[Timeline, int]]]:
         """`close_for` of each of them."""
-        with self.lock:
+        with self.lock.checked():
             points = []
             for line in lines:
                 proves = [line]
@@ -323,7 +323,7 @@ class Registry:
 
     def mark(self, points: Iterable[tuple[Timeline, int]]) -> None:
         """The work up to these points is over: the driver said so after they had been closed."""
-        with self.lock:
+        with self.lock.checked():
             for line, seqno in points:
                 self.complete(line, seqno)
             self.advance_context()
@@ -368,7 +368,7 @@ class Registry:
 
     def sweep_now(self) -> None:
         """`sweep`, at once."""
-        with self.lock:
+        with self.lock.checked():
             alone = [line for line in self.owners.values() if not line.ended and self.only_ours(line)]
             self.finished.extend(alone)
             self._sweep_at = max(8, 2 * (len(self.owners) - len(alone)))
@@ -444,7 +444,7 @@ class Registry:
 
     def check(self) -> None:
         """Raise AssertionError unless all counters are in order.  O(timelines + events)."""
-        with self.lock:
+        with self.lock.checked():
             self.context.check()
             for number, line in self.lines.items():
                 assert number == line.number, (number, line)
@@ -487,7 +487,7 @@ class _ThreadToken:
 
 
 def _after_fork_in_child() -> None:
-    Registry._all_lock = threading.RLock()
+    Registry._making = threading.RLock()
     for registry in list(Registry._all.values()):
         registry.forked = True
 

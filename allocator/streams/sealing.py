@@ -62,7 +62,7 @@ class Sealing:
                     if registry.capturing(handle):
                         return None
                     event = registry.events.take()
-                    with registry.lock:
+                    with registry.lock.checked():
                         seqno, clock = line.close_seqno()  # before the record (R4)
                     try:
                         device.event_record(event, handle)
@@ -78,7 +78,7 @@ class Sealing:
                 registry.failed(error)
                 return None
         sealed = Sealed(seqno, event, clock)
-        with registry.lock:
+        with registry.lock.checked():
             line.publish(sealed)
             if sealed.done:  # somebody proved it complete in the meantime
                 registry.events.give_back(event)
@@ -122,15 +122,16 @@ class Sealing:
             return []
         idle: list[Timeline] = []
         proved: list[tuple[Timeline, int]] = []
+        captures, is_idle, asked = registry.capturing, device.stream_query, 0
         try:
             with device.scope(), registry.borrow_each(lines) as borrowed:
                 points = registry.close_each([line for line, _ in borrowed])  # before the questions (R4)
                 for (line, handle), closed in zip(borrowed, points, strict=True):
                     try:
-                        if registry.capturing(handle):
+                        if captures(handle):
                             continue
-                        self.counts["event_queries"] += 1
-                        if not device.stream_query(handle):
+                        asked += 1
+                        if not is_idle(handle):
                             continue
                     except DriverError as error:
                         self.failed_query(line, error)
@@ -139,6 +140,7 @@ class Sealing:
                     proved += closed
         except DriverError as error:  # the scope itself: the context is gone
             registry.failed(error)
+        self.counts["event_queries"] += asked
         registry.mark(proved)
         return idle
 
@@ -151,7 +153,7 @@ class Sealing:
         # A stream that has ended cannot be sealed again: its event is all there is, and may yet answer.
         if error.code.startswith(_VOIDS_EVENT) and (sealed is None or registry.reachable(line)):
             if sealed is not None:
-                with registry.lock:
+                with registry.lock.checked():
                     line.void(sealed)
                     sealed.done = True  # nobody waits for it any more; it is recorded anew before it says anything
             return
@@ -168,10 +170,15 @@ class Sealing:
         if registry.lost or registry.forked:
             return False
         before = registry.version
+        with registry.lock.checked():
+            lines = [line for line in lines if line.in_flight]
+            if not lines and not any(seal.event is not None for seal in registry.context.in_flight):
+                registry.advance_context()
+                return registry.version != before  # there is nobody to ask
         try:
             with device.scope():
                 for line in lines:
-                    with registry.lock:
+                    with registry.lock.checked():
                         flight = list(line.in_flight)
                         for sealed in flight:
                             sealed.users += 1
@@ -179,7 +186,7 @@ class Sealing:
                     try:
                         done = self._newest_done(line, flight)
                     finally:
-                        with registry.lock:
+                        with registry.lock.checked():
                             if done is not None:
                                 registry.complete(line, done.seqno)
                             for sealed in flight:
@@ -187,7 +194,7 @@ class Sealing:
                 self._poll_context()
         except DriverError as error:  # the scope itself: the context is gone
             registry.failed(error)
-        with registry.lock:
+        with registry.lock.checked():
             registry.advance_context()
         return registry.version != before
 
@@ -219,7 +226,7 @@ class Sealing:
     def _poll_context(self) -> None:
         registry = self.registry
         device = registry.device
-        with registry.lock:
+        with registry.lock.checked():
             seals = [s for s in registry.context.in_flight if s.event is not None]
             for seal_ in seals:
                 if seal_.event is not None:
@@ -235,13 +242,13 @@ class Sealing:
                 registry.failed(error)
                 yes = False
             if yes:  # it was behind all work of the context, so each stream got as far as the need says
-                with registry.lock:
+                with registry.lock.checked():
                     for number, seqno in seal_.need.items():
                         line = registry.lines.get(number)
                         if line is not None:
                             registry.complete(line, seqno)
                 break
-        with registry.lock:
+        with registry.lock.checked():
             registry.advance_context()
             for seal_ in seals:
                 if seal_.event is not None:
@@ -258,7 +265,7 @@ class Sealing:
         sealed = self.seal(registry.legacy)
         if sealed is None:
             return None
-        with registry.lock:
+        with registry.lock.checked():
             sealed.proves = points
             sealed.clock = sealed.clock.joined(VectorClock({line.number: seqno for line, seqno in points}))
             if sealed.done:
@@ -279,12 +286,12 @@ class Sealing:
         registry = self.registry
         if registry.lost or registry.forked:
             return
-        with registry.lock:
+        with registry.lock.checked():
             seqno = registry.context.close_seqno()  # before the streams' own (R4)
         try:
             with registry.device.scope():  # once, for all of them
                 idle = self.query(registry.legacy)
-                with registry.lock:
+                with registry.lock.checked():
                     lines = [
                         line
                         for line in registry.seen()
@@ -294,13 +301,13 @@ class Sealing:
                 if not context_event:
                     over = self.ask([line for line in lines if line is not registry.legacy and not line.ended])
                 numbers = {line.number for line in over}
-                with registry.lock:
+                with registry.lock.checked():
                     need = {line.number: line.close_seqno()[0] for line in lines if line.number not in numbers}
         except DriverError as error:  # the scope itself: the context is gone
             registry.failed(error)
             return
         event = self._record_context(seqno, lines) if context_event else None
-        with registry.lock:
+        with registry.lock.checked():
             if not registry.context.publish(ContextSeal(seqno, VectorClock(need), event)) and event is not None:
                 registry.events.give_back(event.event)  # another thread's later seal is complete already
             registry.advance_context()
@@ -356,7 +363,7 @@ class Sealing:
             except DriverError as error:
                 registry.failed(error)
                 return False
-        with registry.lock:
+        with registry.lock.checked():
             for one in sealed:
                 line.learn(one.clock)
             registry.prune(line)
@@ -372,7 +379,7 @@ class Sealing:
         device = registry.device
         with registry.borrow(line, given, waits=True) as handle:
             if handle is None:
-                with registry.lock:
+                with registry.lock.checked():
                     if registry.captures.forbids(line):
                         raise StreamCapturing(_CAPTURED)
                 raise StreamClosed("the stream has been closed, or belongs to another thread")
@@ -396,7 +403,7 @@ class Sealing:
         """
         registry = self.registry
         device = registry.device
-        with registry.lock:
+        with registry.lock.checked():
             sealed = line.in_flight[-1] if line.in_flight else None
             if sealed is not None:
                 sealed.users += 1
@@ -409,7 +416,7 @@ class Sealing:
             except DriverError as error:
                 self.failed_query(line, error, sealed)
             finally:
-                with registry.lock:
+                with registry.lock.checked():
                     registry.recycle(sealed)
         if (sealed is None or line.completed < line.closed) and (line.kind.blocking or line.kind is Kind.LEGACY):
             with suppress(DriverError, StreamCapturing):
@@ -427,7 +434,7 @@ class Sealing:
         registry = self.registry
         if registry.forked:
             return
-        with registry.lock:
+        with registry.lock.checked():
             if line.kind is Kind.LEGACY or (line.ended and line.owner is None):
                 return
             line.end()
@@ -439,7 +446,7 @@ class Sealing:
         False where `line` can be neither asked nor sealed now, as in a capture.  Driver calls: a query, or a record.
         """
         registry = self.registry
-        with registry.lock:
+        with registry.lock.checked():
             unknown.end()
             point = (unknown, unknown.closed)
         if self.query(line):
@@ -448,7 +455,7 @@ class Sealing:
         sealed = self.seal(line)
         if sealed is None:
             return False
-        with registry.lock:
+        with registry.lock.checked():
             sealed.proves.append(point)
             if sealed.done:
                 registry.complete(*point)
@@ -464,7 +471,7 @@ class Sealing:
         if registry.forked:
             return
         registry.before_mark()  # this may be the last mark ever: queued frees should count as before it
-        with registry.lock:
+        with registry.lock.checked():
             if not registry.only_ours(line):
                 return  # somebody holds the object again
             if dies_with(line.owner):
@@ -477,7 +484,7 @@ class Sealing:
         if reachable and not self.query(line, given) and self.seal(line, given) is None:
             registry.unended.append(line)
             return
-        with registry.lock:
+        with registry.lock.checked():
             owner = registry.release_owner(line)
             registry.forget_if_over(line)
         if isinstance(owner, OwnedHandle):

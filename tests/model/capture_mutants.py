@@ -157,7 +157,7 @@ CAPTURE_MUTANTS: Final = (
         "r10_a_stream_about_to_capture_is_asked",
         "scene: a_stream_that_is_about_to_capture",
         (f"{BORROWED}.__enter__", "not self._by_program and registry.captures.forbids(line)", "False"),
-        (f"{BORROWED_EACH}.__enter__", "if registry.captures.forbids(line):", "if False:"),
+        (f"{BORROWED_EACH}.__enter__", "if captures.active and captures.forbids(line):", "if False:"),
     ),
     _m(
         "r10_a_stream_about_to_join_is_asked",

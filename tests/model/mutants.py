@@ -114,6 +114,10 @@ def _edges(test: str) -> tuple[tuple[str, str, str], ...]:
 _TO_BLOCKING: Final = "other.kind is Kind.LEGACY and line.kind.blocking"
 _TO_LEGACY: Final = "line.kind is Kind.LEGACY and other.kind.blocking"
 
+_TO_THE_INDEX: Final = (
+    "if bin_ is None or named is not None or (owner := bin_.owner).ended or (block.kind and self.crossing):"
+)
+
 MUTANTS: Final = (
     _m(
         "r1_a_seqno_of_one_timeline_taken_for_another's",
@@ -145,7 +149,7 @@ MUTANTS: Final = (
         "r2_a_busy_stream_is_taken_for_idle",
         "waits: alloc 0 1; free 0; alloc 1 1",
         (f"{SEALING}.query", "if not device.stream_query(handle):", "if device.stream_query(handle) is None:"),
-        (f"{SEALING}.ask", "if not device.stream_query(handle):", "if device.stream_query(handle) is None:"),
+        (f"{SEALING}.ask", "if not is_idle(handle):", "if is_idle(handle) is None:"),
     ),
     _m(
         "r2_all_are_closed_after_they_were_asked",
@@ -179,7 +183,7 @@ MUTANTS: Final = (
             "stamp = self._order.stamp(owner, block.assumed)",
             "stamp = block.stamp",
         ),
-        (f"{FREES}.drain", "if bin_ is None or named is not None or (owner := bin_.owner).ended:", "if True:"),
+        (f"{FREES}.drain", _TO_THE_INDEX, "if True:"),
     ),
     _m(
         "r3_a_stamp_of_sealed_instead_of_pending",
@@ -189,7 +193,7 @@ MUTANTS: Final = (
             "stamp = self._order.stamp(owner, block.assumed)",
             "stamp = VectorClock({owner.number: owner.sealed})",
         ),
-        (f"{FREES}.drain", "if bin_ is None or named is not None or (owner := bin_.owner).ended:", "if True:"),
+        (f"{FREES}.drain", _TO_THE_INDEX, "if True:"),
     ),
     _m(
         "r3_assumed_users_left_out_of_the_stamp",
@@ -223,8 +227,8 @@ MUTANTS: Final = (
         (f"{SEALING}.seal", "seqno, clock = line.close_seqno()  # before the record (R4)", "pass"),
         (
             f"{SEALING}.seal",
-            "sealed = Sealed(seqno, event, clock)\n    with registry.lock:\n",
-            "with registry.lock:\n        seqno, clock = line.close_seqno()\n"
+            "sealed = Sealed(seqno, event, clock)\n    with registry.lock.checked():\n",
+            "with registry.lock.checked():\n        seqno, clock = line.close_seqno()\n"
             "        sealed = Sealed(seqno, event, clock)\n",
         ),
     ),
@@ -390,7 +394,7 @@ MUTANTS: Final = (
         "r7_a_bin_ignores_what_is_carried_on",
         "quiet: alloc 0 1; free 0; quiet 1 1; free 1; alloc 2 1",
         *_edges(_TO_BLOCKING),
-        (f"{SHELVES}.hand_out", "binned = not carried.at and (", "binned = True or ("),
+        (f"{SHELVES}.hand_out", "block.bin = None if carried.at else ", "block.bin = "),
     ),
     _m(
         "r7_a_merge_keeps_one_stamp",
@@ -468,7 +472,7 @@ MUTANTS: Final = (
         "r10_a_capturing_stream_is_asked",
         "scene: a_stream_that_captures",
         (f"{SEALING}.query", "if registry.capturing(handle):", "if False:"),
-        (f"{SEALING}.ask", "if registry.capturing(handle):", "if False:"),
+        (f"{SEALING}.ask", "if captures(handle):", "if False:"),
     ),
     _m(
         "r11_an_error_is_completion",

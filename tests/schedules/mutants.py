@@ -248,6 +248,43 @@ def bins_that_nobody_uses() -> str | None:
         return None if bins < 1000 else f"{bins} bins"
 
 
+def large_memory_grows_together() -> str | None:
+    """Once streams share, large blocks that are freed merge at once: no bin has to be emptied for it."""
+    gpu = SimDevice()
+    with CachingAllocator(gpu, Config(uses="declared")) as pool:
+        stream, other = Stream(gpu), Stream(gpu)
+        for one in (stream, other):
+            pool.allocate(32 * MIB, stream=one).close()
+        halves = [pool.allocate(16 * MIB, stream=stream) for _ in range(2)]
+        for half in halves:
+            half.close()
+        pool.drain_frees()
+        pool.check()
+        block = pool.front.fetch(32 * MIB, stream.line, False)
+        if block is None:
+            return "two halves in a bin do not serve the whole"
+        pool.put_down((block, block.generation, None))
+        return None
+
+
+def a_miss_is_looked_for_anew() -> str | None:
+    """What a request looked for in vain is there once somebody has freed it."""
+    gpu = SimDevice()
+    with CachingAllocator(gpu, Config(uses="declared")) as pool:
+        stream, other = Stream(gpu), Stream(gpu)
+        held = pool.allocate(KIB, stream=stream)
+        for one in (stream, other):
+            pool.allocate(KIB, stream=one).close()
+        pool.drain_frees()
+        if pool.front.fetch(8 * MIB, stream.line, False) is not None or not pool.front.in_vain(
+            8 * MIB, stream.line, False
+        ):
+            return "what has just failed counts as not looked for"
+        held.close()
+        pool.front.acquire(KIB, other.line, False)  # puts the free down, without a section
+        return "a free makes no difference" if pool.front.in_vain(8 * MIB, stream.line, False) else None
+
+
 def the_order_of_locks() -> str | None:
     """Whoever is inside the timelines' section does not get a pool's lock."""
     pool = CachingAllocator(SimDevice(memory=1 << 28))
@@ -271,23 +308,26 @@ ACCOUNTS_OF: Final[dict[str, Callable[[], str | None]]] = {
         bins_of_a_stream_that_ends,
         bins_that_nobody_uses,
         nobody_takes_anything_inside,
+        large_memory_grows_together,
+        a_miss_is_looked_for_anew,
         the_order_of_locks,
     )
 }
 
 
 LOCKED: Final = ("with self._lock:", "if True:")
+CHECKED: Final = ("with self._lock.checked():", "if True:")
 
 MUTANTS: Final = (
     # -- locking ------------------------------------------------------------------------------------
     _m(
         "lock_an_allocation_looks_for_memory_without_it",
         "seeds: four_that_do_everything",
-        (f"{LADDER}._look", *LOCKED),
+        (f"{LADDER}._look", *CHECKED),
     ),
     _m("lock_a_snapshot_is_taken_without_it", "seeds: four_and_a_capture_and_an_end", (f"{POOL}.snapshot", *LOCKED)),
-    _m("lock_whom_to_ask_is_found_without_it", "seeds: legacy_and_blocking_streams", (f"{SETTLING}.waiting", *LOCKED)),
-    _m("lock_settling_drains_without_it", "seeds: four_that_do_everything", (f"{SETTLING}.wait_for_all", *LOCKED)),
+    _m("lock_whom_to_ask_is_found_without_it", "seeds: legacy_and_blocking_streams", (f"{SETTLING}.waiting", *CHECKED)),
+    _m("lock_settling_drains_without_it", "seeds: four_that_do_everything", (f"{SETTLING}.wait_for_all", *CHECKED)),
     _m(
         "lock_a_hit_does_not_look_whether_anybody_is_inside",
         "account: nobody_takes_anything_inside",
@@ -345,7 +385,17 @@ MUTANTS: Final = (
     _m(
         "drain_puts_memory_of_a_stream_that_has_ended_into_its_bin",
         "account: figures",
-        (f"{FREES}.drain", "(owner := bin_.owner).ended:", "(owner := bin_.owner) is None:"),
+        (f"{FREES}.drain", "(owner := bin_.owner).ended or", "(owner := bin_.owner) is None or"),
+    ),
+    _m(
+        "drain_puts_large_memory_that_streams_share_into_a_bin",
+        "account: large_memory_grows_together",
+        (f"{FREES}.drain", " or (block.kind and self.crossing):", ":"),
+    ),
+    _m(
+        "account_a_free_makes_no_difference_to_a_miss",
+        "account: a_miss_is_looked_for_anew",
+        (f"{FRONT}._now", " self.accounts.frees,", ""),
     ),
     _m(
         "drain_frees_twice_what_was_queued_twice",
@@ -370,7 +420,7 @@ MUTANTS: Final = (
     _m(
         "drain_does_not_notice_the_second_stream",
         "account: marks_in_time",
-        (f"{FREES}._met", "self.crossing = self._shelves.crossing = True", "pass"),
+        (f"{FREES}._met", "self.crossing = True", "pass"),
     ),
     _m(
         "drain_puts_memory_into_a_bin_that_has_gone",
@@ -380,13 +430,13 @@ MUTANTS: Final = (
     _m(
         "queue_a_pool_that_waits_its_turn_is_dropped",
         "alone: a_closed_pool_reaped_by_two",
-        (f"{REAPER}:reap", "            _leaving.append(look)\n            continue", "            continue"),
+        (f"{REAPER}:_serve", "            _leaving.append(look)\n            continue", "            continue"),
     ),
     _m(
         "queue_a_pool_that_could_not_go_is_forgotten",
         "alone: a_pool_closed_under_its_users",
         (
-            f"{REAPER}:reap",
+            f"{REAPER}:_serve",
             "look.skipped, look.skip = 0, min(2 * look.skip + 1, MOST_SKIPPED)\n            _leaving.append(look)",
             "pass",
         ),

@@ -159,6 +159,89 @@ def test_what_is_over_since_the_first_look_serves_before_the_pool_grows(gpu: Sim
     pool.check()
 
 
+@pytest.mark.parametrize("uses", ["declared", "assumed"])
+def test_large_blocks_go_to_the_index_once_streams_share_but_for_the_newest_which_is_taken_back(
+    gpu: SimDevice, make: MakePool, uses: str
+) -> None:
+    """They grow together there, with no bin emptied; a program that frees and takes one at a time pays for a hit."""
+    pool = make(uses=uses)
+    stream, other = Stream(gpu), Stream(gpu)
+    for one in (stream, other, stream):
+        pool.allocate(32 * MIB, stream=one).close()
+    kept = [pool.allocate(SIZE, stream=stream) for _ in range(2)]
+    gpu.hold(stream)
+    whole = pool.allocate(32 * MIB, stream=stream)
+    gpu.launch(stream, writes=[whole])
+    ptr = whole.ptr
+    whole.close()
+    calls, waits = dict(gpu.calls), pool._accounts.steps.copy()
+    for _ in range(3):
+        whole = pool.allocate(32 * MIB, stream=stream)
+        assert whole.ptr == ptr
+        whole.close()
+    assert dict(gpu.calls) == calls and pool._accounts.steps == waits
+    del whole, kept[0]
+    pool.drain_frees()
+    halves = [pool.allocate(16 * MIB, stream=stream) for _ in range(2)]
+    assert sorted(half.ptr for half in halves) == [ptr, ptr + 16 * MIB]
+    for half in halves:
+        half.close()
+    pool.drain_frees()
+    line = stream.line
+    assumed = uses == "assumed"
+    assert not pool._shelves.bins[assumed][line].by_size[16 * MIB].blocks
+    assert pool._shelves.bins[assumed][line].by_size[SIZE].blocks, "small ones have theirs"
+    block = pool.front.fetch(32 * MIB, line, assumed)
+    assert block is not None and block.ptr == ptr, "its halves have grown together"
+    pool.put_down((block, block.generation, None))
+    gpu.resume(stream)
+    gpu.run_until_idle()
+    assert gpu.races == []
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    "since", ["nothing", "another section", "a free put down", "an answer", "a wait", "other bytes", "another stream"]
+)
+def test_a_miss_is_looked_for_once_unless_something_has_changed(
+    gpu: SimDevice, make: MakePool, since: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reaper, "_leaving", deque())  # no pool of other tests is in the way
+    pool = make(uses="declared")
+    stream, other = Stream(gpu), Stream(gpu)
+    for one in (stream, other):
+        pool.allocate(SIZE, stream=one).close()
+    held = pool.allocate(SIZE, stream=stream)
+    gpu.hold(stream)
+    gpu.launch(stream, writes=[held])
+    line, size = other.line, 8 * MIB
+    pool.drain_frees()
+    assert not pool.front.in_vain(size, line, False), "nobody has looked"
+    assert pool.front.fetch(size, line, False) is None
+    if since == "another section":
+        pool.drain_frees()
+    if since == "a free put down":
+        held.close()
+        pool.allocate(SIZE, stream=other).close()
+    if since == "an answer":
+        pool._sealing.query(line)
+    if since == "a wait":
+        other.wait_stream(stream)
+    if since == "other bytes":
+        size += 512
+    if since == "another stream":
+        line = stream.line
+    assert pool.front.in_vain(size, line, False) == (since == "nothing")
+    assert not pool.front.in_vain(size, line, True), "of declared uses"
+    held.close()
+    gpu.resume(stream)
+    again = pool.allocate(8 * MIB, stream=other)
+    gpu.launch(other, writes=[again])
+    gpu.run_until_idle()
+    assert gpu.races == []
+    pool.check()
+
+
 def test_r9_much_memory_freed_on_a_bare_handle_is_marked_when_the_handle_is_next_given(
     gpu: SimDevice, make: MakePool
 ) -> None:
