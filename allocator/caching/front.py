@@ -135,17 +135,18 @@ class Front:
         if lane is None:
             return self._locked(nbytes, line, assumed)
         block: Block | None = None
-        inside, accounts = self.inside, self.accounts
+        inside = self.inside
         bin_: Bin | None
         try:
             last = lane.block
             if last is not None:
-                kept = last.generation
+                kept = last.generation  # before whatever is read of the block
                 bin_ = last.bin
+                freed = last.requested
                 if (
                     bin_ is not None
                     and bin_.owner is line
-                    and (last.requested == nbytes or bin_.size == (nbytes + 511) & -512)
+                    and (freed == nbytes or bin_.size == (nbytes + 511) & -512)
                     and bin_.assumed is assumed
                     and bin_.open
                     and not line.ended
@@ -160,10 +161,10 @@ class Front:
                     # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
                     # nobody else sees a stamp, and no seqno is due for it.
                     last.generation = kept + 1
-                    freed = last.requested
                     if freed == nbytes and bin_.request == nbytes:
                         bin_.turns += 1
                     else:
+                        accounts = self.accounts
                         last.requested = nbytes
                         bin_.hits += 1
                         accounts.turns += 1
@@ -186,6 +187,7 @@ class Front:
                 block = blocks[-1 - (inside.busy << 50)]; del blocks[-1]  # while somebody is inside, there is none  # noqa: E702  # fmt: skip
             except IndexError:
                 return None  # nothing there, or not now
+            accounts = self.accounts
             bin_.hits += 1
             block.requested = nbytes
             accounts.requested_sum += nbytes

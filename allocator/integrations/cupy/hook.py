@@ -16,7 +16,7 @@ from allocator.devices import PER_THREAD
 from allocator.errors import OutOfMemoryError, Reentered
 from allocator.integrations.cupy import library
 from allocator.integrations.cupy.lease import HOOKS, Lease, Route
-from allocator.integrations.cupy.memory import Memory
+from allocator.integrations.cupy.memory import Memory, WatchedMemory
 from allocator.sizes import check_request, round_up
 from allocator.streams import Stream, Timeline, target
 
@@ -37,6 +37,7 @@ class Hook:
         self._route_of = route_of
         self._legacy = null
         self._memory: Any = Memory
+        self._watched: Any = WatchedMemory
         self._pointer: Any = library.MemoryPointer
         self.alone: Route | None = None
         self.before_any: Callable[[], None] = lambda: None
@@ -82,9 +83,10 @@ class Hook:
                 lease._generation = block.generation
                 if line.keep:
                     lease.kept = line.owner
-                memory = self._memory(block.ptr, block.size, lease, route.ordinal)
-                if front.announce is not None:
-                    front.announce(block.ptr, block.size, memory)
+                if front.announce is None:
+                    return self._pointer(self._memory(block.ptr, block.size, lease, route.ordinal), 0)
+                memory = self._watched(block.ptr, block.size, lease, route.ordinal)
+                front.announce(block.ptr, block.size, memory)
                 return self._pointer(memory, 0)
         except BaseException as error:
             if block is not None:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
@@ -123,9 +125,11 @@ class Hook:
             lease._generation = block.generation
             if line.keep:
                 lease.kept = line.owner
-            memory = self._memory(block.ptr, block.size, lease, route.ordinal)
-            if route.front.announce is not None:
-                route.front.announce(block.ptr, block.size, memory)
+            announce = route.front.announce
+            make = self._memory if announce is None else self._watched
+            memory = make(block.ptr, block.size, lease, route.ordinal)
+            if announce is not None:
+                announce(block.ptr, block.size, memory)
         except OutOfMemoryError as error:
             failure = (round_up(nbytes), error.stats["reserved"], error.limit, str(error))
         except BaseException:

@@ -31,7 +31,7 @@ else:
 class Memory(_UnownedMemory):
     """Memory that a CuPy array holds: `ptr`, `size` and `device_id` are CuPy's."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ()
 
     identity = "Weir"
     """CuPy's pools tell here what kind of memory theirs is."""
@@ -69,3 +69,9 @@ class Memory(_UnownedMemory):
 
     def __repr__(self) -> str:
         return f"<Memory {self.ptr:#x} of {self.size} bytes{' closed' if self.closed else ''}>"
+
+
+class WatchedMemory(Memory):
+    """The same where a device watches who holds memory: it can be told of its end, which takes a little longer."""
+
+    __slots__ = ("__weakref__",)

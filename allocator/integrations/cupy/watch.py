@@ -183,6 +183,9 @@ class Watch:
         def wrapper(stream: Any) -> Any:
             result = original(stream)
             if not late and not unknown:
+                line = latest.line
+                if line is not None and line.owner is stream and not line.ended:
+                    return result
                 for owners in self._owners:
                     line = owners.get(id(stream))
                     if line is not None and line.owner is stream and not line.ended:
