@@ -100,11 +100,7 @@ class Frees:
         self.dropped: list[object] = []
         """Foreign stream objects that blocks need no more: to be dropped outside every lock (R9)."""
         self.crossing = False
-        """Frees on a second stream have been stamped: from now on when one seals decides how much is reused.
-
-        Large blocks then go to the index, not to a bin: memory put by for one stream by its exact size could not grow
-        together with its neighbours, and that costs more than it saves.  The newest free alone is taken back as it is.
-        """
+        """Frees on a second stream have been stamped: from now on when one seals decides how much is reused."""
         self.pressed: Callable[[], bool] = bool
         """Is memory scarce?  Set by the pool."""
         self.bounded = False
@@ -130,7 +126,7 @@ class Frees:
             block, generation, named = entry
             if block.generation == generation:
                 bin_ = block.bin
-                if bin_ is None or named is not None or (owner := bin_.owner).ended or (block.kind and self.crossing):
+                if bin_ is None or named is not None or (owner := bin_.owner).ended:
                     if shield.depth:
                         self._retire(block, named)
                     else:  # the hot path: many steps, which Ctrl-C must not part
@@ -185,7 +181,7 @@ class Frees:
             stamp = made
         accounts, freed = self._accounts, last.requested
         if self.crossing:
-            if last.kind or accounts.frees + 1 >= self._frees_due or accounts.freed_sum + freed >= self._bytes_due:
+            if accounts.frees + 1 >= self._frees_due or accounts.freed_sum + freed >= self._bytes_due:
                 return False
         elif owner is not self._first:
             return False
@@ -229,7 +225,7 @@ class Frees:
     def _put_down(self, block: Block, named: Timeline | Anyone | list[Holder] | None) -> None:
         """One block that is freed: what `drain` does, which has it inline for the sake of the hot path."""
         bin_ = block.bin
-        if bin_ is None or named is not None or bin_.owner.ended or (block.kind and self.crossing):
+        if bin_ is None or named is not None or bin_.owner.ended:
             self._retire(block, named)
             return
         if not bin_.filled:
@@ -286,7 +282,7 @@ class Frees:
         if self._first is None:
             self._first = owner
         else:
-            self.crossing = True
+            self.crossing = self._shelves.crossing = True
 
     def _revisit(self) -> None:
         """Look again at what came back while a collection ran; what nobody has brought back to life is free."""
@@ -349,7 +345,7 @@ class Frees:
             block.owner = None  # the owner waits as well
         if users or named is ANYONE:
             block.sole = MANY
-            self.crossing = True
+            self.crossing = self._shelves.crossing = True
             self._accounts.cross_frees += 1
         elif owner is not self._first:
             self._met(owner)

@@ -78,6 +78,8 @@ class Shelves:
         """Free blocks that a thread has taken off to work on outside the lock: on no shelf, and not lost."""
         self.stamped: set[int] = set()
         """Streams named by frees that passed the bins by; a stream is taken out when it is sealed."""
+        self.crossing = False
+        """More than one stream frees memory here."""
         self.past_hits: Counter[int] = Counter()
         """Allocations that bins which have gone served, by the power of two that the size is rounded up to."""
         self.past_hit_bytes = 0
@@ -564,7 +566,11 @@ class Shelves:
         block.assumed = assumed
         block.owner = line
         block.sole = line.number if not carried else MANY
-        block.bin = None if carried.at else self._bin_for(line, size, assumed)
+        # Large blocks go through the index once several streams share: memory put by for one stream by its exact
+        # size could not grow together with its neighbours, nor move to lower addresses, and that costs more than it
+        # saves (docs/decisions/0020).
+        binned = not carried.at and (block.kind == SMALL or not self.crossing)
+        block.bin = self._bin_for(line, size, assumed) if binned else None
 
     def _bin_for(self, owner: Owner, size: int, assumed: bool) -> Bin | None:
         """The bin that a block which is handed out shall come back to.

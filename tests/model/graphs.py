@@ -287,6 +287,7 @@ class GraphPlayer(Player):
         for pool in self.pools:
             frees = pool._frees
             frees.crossing, frees._first = False, None  # as in a new pool
+            pool._shelves.crossing = False
             frees.sealed()
         return self.wrong()
 

@@ -114,10 +114,6 @@ def _edges(test: str) -> tuple[tuple[str, str, str], ...]:
 _TO_BLOCKING: Final = "other.kind is Kind.LEGACY and line.kind.blocking"
 _TO_LEGACY: Final = "line.kind is Kind.LEGACY and other.kind.blocking"
 
-_TO_THE_INDEX: Final = (
-    "if bin_ is None or named is not None or (owner := bin_.owner).ended or (block.kind and self.crossing):"
-)
-
 MUTANTS: Final = (
     _m(
         "r1_a_seqno_of_one_timeline_taken_for_another's",
@@ -183,7 +179,7 @@ MUTANTS: Final = (
             "stamp = self._order.stamp(owner, block.assumed)",
             "stamp = block.stamp",
         ),
-        (f"{FREES}.drain", _TO_THE_INDEX, "if True:"),
+        (f"{FREES}.drain", "if bin_ is None or named is not None or (owner := bin_.owner).ended:", "if True:"),
     ),
     _m(
         "r3_a_stamp_of_sealed_instead_of_pending",
@@ -193,7 +189,7 @@ MUTANTS: Final = (
             "stamp = self._order.stamp(owner, block.assumed)",
             "stamp = VectorClock({owner.number: owner.sealed})",
         ),
-        (f"{FREES}.drain", _TO_THE_INDEX, "if True:"),
+        (f"{FREES}.drain", "if bin_ is None or named is not None or (owner := bin_.owner).ended:", "if True:"),
     ),
     _m(
         "r3_assumed_users_left_out_of_the_stamp",
@@ -394,7 +390,7 @@ MUTANTS: Final = (
         "r7_a_bin_ignores_what_is_carried_on",
         "quiet: alloc 0 1; free 0; quiet 1 1; free 1; alloc 2 1",
         *_edges(_TO_BLOCKING),
-        (f"{SHELVES}.hand_out", "block.bin = None if carried.at else ", "block.bin = "),
+        (f"{SHELVES}.hand_out", "binned = not carried.at and (", "binned = True or ("),
     ),
     _m(
         "r7_a_merge_keeps_one_stamp",

@@ -331,6 +331,7 @@ class Player(Base):
             return f"{type(error).__name__}: {error}"
         frees = pool._frees
         frees.crossing, frees._first = False, None  # as in a new pool
+        pool._shelves.crossing = False
         frees.sealed()
         return self.wrong()
 

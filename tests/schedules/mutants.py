@@ -385,12 +385,12 @@ MUTANTS: Final = (
     _m(
         "drain_puts_memory_of_a_stream_that_has_ended_into_its_bin",
         "account: figures",
-        (f"{FREES}.drain", "(owner := bin_.owner).ended or", "(owner := bin_.owner) is None or"),
+        (f"{FREES}.drain", "(owner := bin_.owner).ended:", "(owner := bin_.owner) is None:"),
     ),
     _m(
         "drain_puts_large_memory_that_streams_share_into_a_bin",
         "account: large_memory_grows_together",
-        (f"{FREES}.drain", " or (block.kind and self.crossing):", ":"),
+        (f"{SHELVES}.hand_out", "(block.kind == SMALL or not self.crossing)", "True"),
     ),
     _m(
         "account_a_free_makes_no_difference_to_a_miss",
@@ -420,7 +420,7 @@ MUTANTS: Final = (
     _m(
         "drain_does_not_notice_the_second_stream",
         "account: marks_in_time",
-        (f"{FREES}._met", "self.crossing = True", "pass"),
+        (f"{FREES}._met", "self.crossing = self._shelves.crossing = True", "pass"),
     ),
     _m(
         "drain_puts_memory_into_a_bin_that_has_gone",
