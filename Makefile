@@ -29,7 +29,7 @@ types: $(READY)
 # What measures coverage runs two to three times as slow, so only the tests that are to cover the code are measured, and
 # of those not the few that do the same thing very often, or in processes of their own.
 MEASURED := tests/scenarios tests/unit
-LONG := tests/scenarios/test_running_for_ever.py tests/unit/stress/benchmarks/test_on_gpu.py tests/unit/test_packaging.py
+LONG := tests/scenarios/test_running_for_ever.py tests/unit/traces/test_needs.py tests/unit/stress/benchmarks/test_on_gpu.py tests/unit/test_packaging.py
 OTHERS := $(LONG) tests/browser tests/conformance tests/faults tests/fuzz tests/gpu tests/model tests/prometheus
 # They decide which thread takes the next step: in a process where a server of another test runs they could not.
 ALONE := tests/schedules
