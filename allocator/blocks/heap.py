@@ -133,6 +133,20 @@ class Heap:
             found.append(segment)
         return found
 
+    def last_inside(self, block: Block) -> Segment | None:
+        """The last of those, or None.  O(log n)."""
+        at = self.segments.bisect_left(block.end)
+        for _ in range(2):  # the last that begins before the end may go beyond it
+            at -= 1
+            if at < 0:
+                return None
+            segment: Segment = self.segments.peekitem(at)[1]
+            if segment.ptr < block.ptr:
+                return None
+            if segment.end <= block.end:
+                return segment
+        return None
+
     def holding(self, address: int) -> Segment:
         """The segment that holds an address.  O(log n)."""
         segment: Segment = self.segments.peekitem(self.segments.bisect_right(address) - 1)[1]

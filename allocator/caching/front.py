@@ -301,14 +301,23 @@ class Front:
             return None
         found = self._at_hand(line, nbytes, size, self._kind(size), assumed)
         if found is None and self._told:
-            self._vain = self._now(size, line, assumed)
+            self._vain = self._now(size, line, assumed, 0)
         return found
 
-    def _now(self, size: int, line: Timeline, assumed: bool) -> object:
+    def _now(self, size: int, line: Timeline, assumed: bool, sections: int) -> object:
         """A request, and whatever else what can be had at once depends on: what others did or freed, the driver's
-        answers, and what the stream has waited for."""
-        return size, line, assumed, self.inside.entered, self.accounts.frees, self._registry.version, line.clock
+        answers, and what the stream has waited for.  sections: of our own, not to be counted."""
+        entered = self.inside.entered - sections
+        return size, line, assumed, entered, self.accounts.frees, self._registry.version, line.clock
 
-    def in_vain(self, size: int, line: Timeline, assumed: bool) -> bool:
-        """Has `fetch` just looked for this, and would it fail again?  Outside the lock: what comes later is later."""
-        return self._vain is not None and self._vain == self._now(size, line, assumed)
+    def in_vain(self, size: int, line: Timeline, assumed: bool) -> object:
+        """What `fetch` has noted, if it has just looked for this and would fail again; else None.
+
+        Outside the lock, so whoever relies on it asks `unchanged` inside.
+        """
+        vain = self._vain
+        return vain if vain is not None and vain == self._now(size, line, assumed, 0) else None
+
+    def unchanged(self, vain: object, size: int, line: Timeline, assumed: bool) -> bool:
+        """Is it so still?  In the next section, under the lock, with all frees put down."""
+        return vain is not None and vain == self._now(size, line, assumed, 1)

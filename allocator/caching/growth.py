@@ -203,23 +203,27 @@ class Growth:
         """
         device, accounts = self._device, self._accounts
         freed = 0
-        for left in self._take_unreleased():
-            freed += self._detach(left, reason)
-        while freed < most:
-            with self._lock.checked():
-                accounts.mark()
-                segment = self._take_one()
-                accounts.mark()
-            if segment is None:
-                break
-            started = device.clock_ns()
-            given = self._detach(segment, reason)
-            with self._lock.checked():
-                call = "cuMemUnmap" if self._heap.joined else "cuMemFree"
-                accounts.driver_seconds[call] += (device.clock_ns() - started) / 1e9
-            if not given:
-                break
-            freed += given
+        try:
+            with device.scope():  # once, for all of them
+                for left in self._take_unreleased():
+                    freed += self._detach(left, reason)
+                while freed < most:
+                    with self._lock.checked():
+                        accounts.mark()
+                        segment = self._take_one()
+                        accounts.mark()
+                    if segment is None:
+                        break
+                    started = device.clock_ns()
+                    given = self._detach(segment, reason)
+                    with self._lock.checked():
+                        call = "cuMemUnmap" if self._heap.joined else "cuMemFree"
+                        accounts.driver_seconds[call] += (device.clock_ns() - started) / 1e9
+                    if not given:
+                        break
+                    freed += given
+        except DriverError as error:  # the scope itself: the context is gone
+            self._registry.failed(error)
         return freed
 
     def _detach(self, segment: Segment, reason: str) -> int:
@@ -251,9 +255,8 @@ class Growth:
         least = self._device.granularity if self._heap.joined else 1
         for kind in KINDS:
             for block in self._shelves.idle[kind].from_size(least):
-                inside = self._heap.inside(block)
-                if inside:
-                    segment = inside[-1]
+                segment = self._heap.last_inside(block)
+                if segment is not None:
                     self._cut_out(segment, block)
                     self.growing += segment.size  # still held, until the driver has it back
                     return segment

@@ -44,10 +44,10 @@ from allocator.sync import LockLike, shield
 class Request:
     """One allocation on its way down the ladder.
 
-    given: the stream's handle, alive for the length of the call.  looked: `at_hand` has just failed.
+    given: the stream's handle, alive for the length of the call.  vain: what `Front` noted when `at_hand` failed.
     """
 
-    __slots__ = ("apart", "assumed", "given", "kind", "line", "looked", "requested", "size")
+    __slots__ = ("apart", "assumed", "given", "kind", "line", "requested", "size", "vain")
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Request:
         size: int,
         kind: int,
         assumed: bool,
-        looked: bool = False,
+        vain: object = None,
     ) -> None:
         self.line = line
         self.given = given
@@ -65,7 +65,7 @@ class Request:
         self.size = size
         self.kind = kind
         self.assumed = assumed
-        self.looked = looked
+        self.vain = vain
         self.apart = False
         """To be served by new memory, although another stream's may be free (apart.py)."""
 
@@ -98,6 +98,8 @@ class Ladder:
         self._lock = lock
         self.apart = Apart(config.apart_bytes, config.small_page)
         self.callbacks: list[Callable[[int], bool]] = []
+        self.unchanged: Callable[[object, int, Timeline, bool], bool] = lambda vain, size, line, assumed: False
+        """Would `at_hand` fail as it did before this section?  Set by the pool."""
 
     def climb(self, request: Request) -> Block | None:
         """A block for the request, LIVE and accounted for; None if every step failed (step 11 is the caller's).
@@ -155,7 +157,7 @@ class Ladder:
             self._frees.drain()
             accounts.mark()
             found: tuple[Block, str, str] | None = None
-            if first and not request.looked:
+            if first and not self.unchanged(request.vain, request.size, request.line, request.assumed):
                 shelves.refresh()
                 found = self._find(request)
             if found is None and first and request.kind == SMALL and self._apart_pays():

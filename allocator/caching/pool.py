@@ -148,6 +148,7 @@ class CachingAllocator:
             self._ladder.at_hand,
         )
         """The hot path, for integrations that know the stream's timeline already."""
+        self._ladder.unchanged = self.front.unchanged
         if self.device.watches:
             self.front.announce = self.device.hand_out
         self._bare_due: dict[int, tuple[int, int]] = {}
@@ -157,7 +158,8 @@ class CachingAllocator:
         self._always_careful = self.front.careful = self.config.detect_captures or checked
         in_order(self._lock, self._registry.lock)
         _pools[self] = None
-        self._registry.pools[self] = None
+        with self._registry.lock:  # another thread may be going through them
+            self._registry.pools[self] = None
         if self._registry.captures.active:
             self.front.careful = True  # made within a capture (S19)
         reap()
@@ -242,8 +244,8 @@ class CachingAllocator:
         first = bool(bare or any_left() or registry.orphan_events)
         due = False
         block: Block | None = None
-        looked = not first and self.front.in_vain(size, line, assumed)
-        if not looked:
+        vain = None if first else self.front.in_vain(size, line, assumed)
+        if vain is None:
             with self._lock:
                 due = self._frees.drain()
                 block = None if due else self._from_bin(nbytes, size, line, assumed)
@@ -266,7 +268,7 @@ class CachingAllocator:
             if bare and not marked:
                 self._bare_due.pop(line.number, None)
                 self._mark_bare(line, given)
-            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed, looked))
+            block = self._climb(Request(line, given, nbytes, size, self._growth.kind(size), assumed, vain))
         if self._canary is not None:
             self._canary.serve(block)
         if registry.captures.active:

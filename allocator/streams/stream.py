@@ -51,6 +51,7 @@ class Stream:
             least, greatest = device.stream_priority_range()
             if not greatest <= priority <= least:
                 raise ValueError(f"priority must lie between {greatest} (runs first) and {least}, got {priority}")
+            non_blocking = bool(non_blocking)
             handle = device.stream_create(non_blocking=non_blocking, priority=priority)
         owned = OwnedHandle(handle)
         self._device = device

@@ -276,13 +276,32 @@ def a_miss_is_looked_for_anew() -> str | None:
         for one in (stream, other):
             pool.allocate(KIB, stream=one).close()
         pool.drain_frees()
-        if pool.front.fetch(8 * MIB, stream.line, False) is not None or not pool.front.in_vain(
-            8 * MIB, stream.line, False
-        ):
+        if pool.front.fetch(8 * MIB, stream.line, False) or not pool.front.in_vain(8 * MIB, stream.line, False):
             return "what has just failed counts as not looked for"
         held.close()
         pool.front.acquire(KIB, other.line, False)  # puts the free down, without a section
         return "a free makes no difference" if pool.front.in_vain(8 * MIB, stream.line, False) else None
+
+
+def nothing_grows_past_what_has_just_become_idle() -> str | None:
+    """Between the look that failed and the ladder another thread frees, and finds out that the work is over."""
+    gpu = SimDevice()
+    with CachingAllocator(gpu, Config(uses="declared")) as pool:
+        stream, other = Stream(gpu), Stream(gpu)
+        held = pool.allocate(8 * MIB, stream=stream)
+        for one in (stream, other):
+            pool.allocate(MIB, stream=one).close()
+        pool.drain_frees()
+        growths, climb = pool.stats().growths, pool._climb
+
+        def later(request: Any) -> Any:
+            held.close()
+            pool.settle()
+            return climb(request)
+
+        pool._climb = later  # type: ignore[method-assign]
+        pool.allocate(8 * MIB, stream=other).close()
+        return None if pool.stats().growths == growths else "the pool grew past idle memory"
 
 
 def the_order_of_locks() -> str | None:
@@ -310,6 +329,7 @@ ACCOUNTS_OF: Final[dict[str, Callable[[], str | None]]] = {
         nobody_takes_anything_inside,
         large_memory_grows_together,
         a_miss_is_looked_for_anew,
+        nothing_grows_past_what_has_just_become_idle,
         the_order_of_locks,
     )
 }
@@ -391,6 +411,11 @@ MUTANTS: Final = (
         "drain_puts_large_memory_that_streams_share_into_a_bin",
         "account: large_memory_grows_together",
         (f"{SHELVES}.hand_out", "(block.kind == SMALL or not self.crossing)", "True"),
+    ),
+    _m(
+        "account_a_section_makes_no_difference_to_a_miss",
+        "account: nothing_grows_past_what_has_just_become_idle",
+        (f"{FRONT}.unchanged", "vain == self._now(size, line, assumed, 1)", "True"),
     ),
     _m(
         "account_a_free_makes_no_difference_to_a_miss",

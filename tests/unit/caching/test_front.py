@@ -197,7 +197,7 @@ def test_a_miss_is_looked_for_once_unless_something_has_changed(
     gpu.launch(stream, writes=[held])
     line, size = other.line, 8 * MIB
     pool.drain_frees()
-    assert not pool.front.in_vain(size, line, False), "nobody has looked"
+    assert pool.front.in_vain(size, line, False) is None, "nobody has looked"
     assert pool.front.fetch(size, line, False) is None
     if since == "another section":
         pool.drain_frees()
@@ -212,14 +212,45 @@ def test_a_miss_is_looked_for_once_unless_something_has_changed(
         size += 512
     if since == "another stream":
         line = stream.line
-    assert pool.front.in_vain(size, line, False) == (since == "nothing")
-    assert not pool.front.in_vain(size, line, True), "of declared uses"
+    vain = pool.front.in_vain(size, line, False)
+    assert (vain is not None) == (since == "nothing")
+    assert pool.front.in_vain(size, line, True) is None, "of declared uses"
+    with pool._lock:
+        assert pool.front.unchanged(vain, size, line, False) == (since == "nothing")
+    with pool._lock:
+        assert not pool.front.unchanged(vain, size, line, False), "a section more"
     held.close()
     gpu.resume(stream)
     again = pool.allocate(8 * MIB, stream=other)
     gpu.launch(other, writes=[again])
     gpu.run_until_idle()
     assert gpu.races == []
+    pool.check()
+
+
+@pytest.mark.parametrize("uses", ["declared", "assumed"])
+def test_what_becomes_free_in_the_middle_of_a_miss_serves_before_the_pool_grows(
+    gpu: SimDevice, make: MakePool, uses: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look that failed and the ladder another thread frees, and finds out that the work is over."""
+    pool = make(uses=uses)
+    stream, other = Stream(gpu), Stream(gpu)
+    held = pool.allocate(8 * MIB, stream=stream)
+    for one in (stream, other):
+        pool.allocate(MIB, stream=one).close()
+    pool.drain_frees()
+    climb = pool._climb
+
+    def later(request: Any) -> Any:
+        held.close()
+        pool.settle()
+        return climb(request)
+
+    monkeypatch.setattr(pool, "_climb", later)
+    growths = pool.stats().growths
+    again = pool.allocate(8 * MIB, stream=other)
+    assert pool.stats().growths == growths
+    again.close()
     pool.check()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import gc
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,32 @@ def test_pools_are_told_in_the_order_in_which_they_were_made(monkeypatch: pytest
     assert told == [pool.name for pool in pools]
     for pool in pools:
         pool.frees.clear()
+
+
+def test_a_pool_is_made_while_another_thread_goes_through_all_of_them() -> None:
+    gpu = SimDevice()
+    registry = Registry.of(gpu)
+    failed: list[BaseException] = []
+    over = threading.Event()
+
+    def go_through() -> None:
+        try:
+            while not over.is_set():
+                registry.all_pools()
+        except BaseException as error:
+            failed.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=go_through)
+    thread.start()
+    try:
+        pools = [CachingAllocator(gpu, Config()) for _ in range(300)]
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert failed == [] and registry.all_pools() == pools
 
 
 @pytest.mark.parametrize("folder", ["allocator", "metrics", "stress"])
