@@ -1,6 +1,7 @@
 """Several streams: what each of them costs, and what it costs when memory goes from one to another.
 
-    streams       1 to 1000 streams in turn, each with memory of its own: the cost of an operation
+    streams       1 to 1000 streams in turn, each with memory of its own: the cost of an operation; and the most beside
+                  one, in turns
     round-robin   16 streams in turn with memory for fewer: each takes and drops one block before it is the next one's
                   turn (`each`), or 16 (`one in 16`)
     handover      made on one stream, used on another, which takes memory for its result, and dropped
@@ -25,6 +26,8 @@ from allocator.stress.benchmarks.loops import Run, around_streams, own_blocks, w
 
 SIZE: Final = 4 * KIB
 ROUND: Final = 16
+ONE: Final = "one-stream"
+"""This pool, used by one stream: what it is called where it is its own peer."""
 PERIOD: Final = 4 * 64
 """Operations.  With several streams marks are due every 64 frees: four times in the shortest turn."""
 STEADY: Final = 64 * 64
@@ -51,6 +54,32 @@ def streams(stage: Stage) -> Iterator[Case]:
                 yield Case(
                     title, contenders, door.reference, door.name,
                     at=count, operations=2 * count, least=max(PERIOD, count), warm=max(2 * count, STEADY),
+                )  # fmt: skip
+    yield from _beside_one(stage, stage.choose((1000,), (10,))[0])
+
+
+def _beside_one(stage: Stage, count: int) -> Iterator[Case]:
+    """The most streams beside one, in turns: two cases one after the other would tell how the clock has drifted."""
+    for door in stage.doors:
+        with (
+            door.streams(count) as many,
+            door.streams(1) as one,
+            door.allocators(several=True, entering=True) as for_many,
+            door.allocators(several=True, entering=True) as for_one,
+        ):
+            contenders = []
+            for name, found, made in (("weir", for_many, many), (ONE, for_one, one)):
+                for allocator in found:
+                    if allocator.name == "weir":
+                        with allocator.around():
+                            own_blocks(allocator, SIZE, made, door.takes_stream)
+                        contender = allocator.contender(around_streams(allocator, SIZE, made, door.takes_stream))
+                        contender.name = name
+                        contenders.append(contender)
+            if contenders:
+                yield Case(
+                    f"{count:,} streams beside one", contenders, ONE, door.name,
+                    operations=2 * count, least=max(PERIOD, count), warm=max(2 * count, STEADY),
                 )  # fmt: skip
 
 

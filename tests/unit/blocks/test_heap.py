@@ -94,9 +94,14 @@ def test_segments_inside_a_block_are_found() -> None:
     for i in range(1, 4):
         block = heap.merge(block, heap.add(Segment(i * UNIT, UNIT, i, 0)))
     assert [s.ptr for s in heap.inside(block)] == [0, UNIT, 2 * UNIT, 3 * UNIT]
+    assert heap.last_inside(block) is heap.holding(3 * UNIT)
     rest = heap.split(block, 512)
-    assert [s.ptr for s in heap.inside(block)] == []
+    assert [s.ptr for s in heap.inside(block)] == [] and heap.last_inside(block) is None
     assert [s.ptr for s in heap.inside(rest)] == [UNIT, 2 * UNIT, 3 * UNIT]
+    heap.split(rest, 2 * UNIT)  # up to the middle of the third
+    assert heap.last_inside(rest) is heap.holding(UNIT)
+    half = heap.split(rest, UNIT)  # from the middle of the second to that of the third
+    assert heap.last_inside(rest) is None and heap.last_inside(half) is None
     assert heap.holding(0).handle == 1 and heap.holding(2 * UNIT + 5).ptr == 2 * UNIT
 
 

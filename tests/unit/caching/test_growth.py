@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 
 from allocator import CachingAllocator, Config, DriverError, OutOfMemoryError, SimDevice, Stream
@@ -123,3 +126,34 @@ def test_a_device_without_virtual_memory_says_what_to_do() -> None:
         CachingAllocator(gpu, config=Config())
     assert "\n" not in str(caught.value)
     CachingAllocator(gpu, config=Config(backing="malloc")).allocate(MIB).close()
+
+
+def test_giving_back_takes_a_step_a_segment_however_many_there_are() -> None:
+    """One scope for all of them, and none looks at the others: 256 GiB are 8,192 segments in one block."""
+
+    def steps(segments: int) -> int:
+        gpu = SimDevice(memory=1 << 40)
+        pool = CachingAllocator(gpu, Config(large_page=32 * MIB))
+        held = [pool.allocate(32 * MIB) for _ in range(segments)]
+        held.clear()
+        pool.drain_frees()
+        seen = 0
+
+        def count(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal seen
+            seen += event in ("call", "c_call")
+
+        before = dict(gpu.calls)
+        sys.setprofile(count)
+        try:
+            assert pool.trim() == segments * 32 * MIB
+        finally:
+            sys.setprofile(None)
+        calls = {name: made - before.get(name, 0) for name, made in gpu.calls.items()}
+        assert calls["cuMemUnmap"] == calls["cuMemRelease"] == segments and calls["cuCtxPushCurrent"] <= 4
+        pool.check()
+        pool.close()
+        return seen
+
+    few, many = steps(32), steps(256)
+    assert many < 9 * few, (few, many)
