@@ -2,6 +2,7 @@
 
 Time on a GPU is not exact, so peaks are compared with what the simulator gives for GPUs that are up to 20 %
 slower or faster, and slower still where the host did not keep the pace; kinds of reuse with 10 points of tolerance.
+Nothing else may use the GPU meanwhile: it would be slower for a moment, and then not, which no such GPU is.
 """
 
 from __future__ import annotations
