@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from allocator.stress.benchmarks import acceptance, report
+from allocator.stress.benchmarks.many_streams import ONE
 from allocator.stress.benchmarks.runner import Measured, Results
 from allocator.stress.benchmarks.timing import compare
 
@@ -39,8 +40,8 @@ def everything(**changes: float) -> list[Measured]:
         measured("arrays", "cupy", "cupy", {"cupy": 1.0, "weir": v["arrays"]}, at=4096),
         measured("best-fit", "core", "bare", {"bare": 1.0, "pool": 10.0}, at=1000),
         measured("best-fit", "core", "bare", {"bare": 1.0, "pool": 10.0 * v["many"]}, at=1_000_000),
-        measured("streams", "cupy", "cupy", {"cupy": 1.0, "weir": 2.0}, at=1),
-        measured("streams", "cupy", "cupy", {"cupy": 1.0, "weir": 2.0 * v["streams"]}, at=1000),
+        measured("streams", "cupy", "cupy", {"cupy": 1.0, "weir": 9.0}, case="1,000 streams", at=1000),
+        measured("streams", "cupy", ONE, {ONE: 2.0, "weir": 2.0 * v["streams"]}, case="1,000 streams beside one"),
         *threads,
         measured("growth", "core", "driver", {"driver": 1.0, "weir": v["growth"]}, unit="ms"),
         measured("trim", "core", "driver", {"driver": 2000.0, "weir": v["trim"]}, case="10 GiB: the call", unit="ms"),
