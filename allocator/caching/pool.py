@@ -158,8 +158,7 @@ class CachingAllocator:
         self._always_careful = self.front.careful = self.config.detect_captures or checked
         in_order(self._lock, self._registry.lock)
         _pools[self] = None
-        with self._registry.lock:  # another thread may be going through them
-            self._registry.pools[self] = None
+        self._registry.pools[self] = None
         if self._registry.captures.active:
             self.front.careful = True  # made within a capture (S19)
         reap()

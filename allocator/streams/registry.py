@@ -223,9 +223,12 @@ class Registry:
             return line
 
     def all_pools(self) -> list[Drains]:
-        """The pools that stamp blocks with these timelines, oldest first.  Not under the lock."""
-        with self.lock.checked():
-            return list(self.pools)
+        """The pools that stamp blocks with these timelines, oldest first.  Not under the lock.
+
+        Copied in one step: pools are made without a lock, in finalisers too.
+        """
+        found = [ref() for ref in self.pools.keyrefs()]
+        return [pool for pool in found if pool is not None]
 
     def reachable(self, line: Timeline) -> bool:
         """Is there a handle of the stream that the calling thread may use?  No driver call."""

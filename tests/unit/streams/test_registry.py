@@ -110,3 +110,11 @@ def test_r5_a_stream_that_has_ended_with_work_queued_stays_in_the_clock() -> Non
         waits.line.prune_at = 0
         registry.prune(waits.line)
     assert number not in registry.lines and number not in waits.line.clock.at
+
+
+def test_a_finaliser_inside_the_section_of_the_timelines_may_make_a_pool() -> None:
+    gpu = SimDevice()
+    registry = Registry.of(gpu)
+    with registry.lock:
+        pool = CachingAllocator(gpu, Config())
+    assert registry.all_pools() == [pool]
