@@ -53,9 +53,8 @@ class Coordinator:
         """Of all tests of this process; at a master, of all workers."""
         self.batch = 100
         self.token = ""
-        self._counted: set[int] = set()
         self._mine = Verdict()
-        """Of this test, as sent to the master."""
+        """Of this test, as sent to the master; the session's once that is over, and then it has been counted."""
         self._answers: dict[str, Verdict] = {}
         self._partial: dict[str, Verdict] = {}
         self._workers: set[str] = set()
@@ -128,8 +127,10 @@ class Coordinator:
             self._collect(environment.runner)
         else:
             if self.session is not None:
-                self._mine = self.session.finish()
-                self._count(self._mine)
+                verdict = self.session.finish()
+                if verdict is not self._mine:
+                    self._mine = verdict
+                    self._count(verdict)
             if role == "worker":
                 environment.runner.send_message(VERDICT, self._mine.to_json())
         if self.total.wrong:
@@ -152,11 +153,9 @@ class Coordinator:
             self._spawn(runner.stop if environment.web_ui is not None else runner.quit)
 
     def _count(self, verdict: Verdict) -> None:
-        if id(verdict) not in self._counted:
-            self._counted.add(id(verdict))
-            self.total.merge(verdict)
-            for text in verdict.wrong:
-                _log.error("VIOLATION: %s", text)
+        self.total.merge(verdict)
+        for text in verdict.wrong:
+            _log.error("VIOLATION: %s", text)
 
     # -- master and workers ----------------------------------------------------------------------
 

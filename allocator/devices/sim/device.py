@@ -12,7 +12,10 @@ Next: calls.py (driver calls), streams.py (time and order), oracle.py (races).  
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from allocator.devices.device import LEGACY, PER_THREAD
@@ -68,6 +71,8 @@ class SimDevice(DriverCalls):
         self.others = others
         self._held: dict[int, list[SimStream]] = {}
         self._attached: dict[int | tuple[int, int], list[Resident]] = {}
+        self._attached_refs: dict[int, weakref.ref[Any]] = {}
+        """By `id`, which is given again: an allocation that goes without `detach` leaves nothing under its own."""
 
     def __repr__(self) -> str:
         return f"<SimDevice {self.label} {self.name!r} at {self.clock.now} ns>"
@@ -189,13 +194,25 @@ class SimDevice(DriverCalls):
             if nbytes:
                 owner, _, _, _, hand_out = self._item(call, ptr, nbytes, True, allocation)
                 resident = owner.oracle.attach(found.line, ptr, nbytes, hand_out)
-                self._attached.setdefault(_key(allocation), []).append(resident)
+                key = _key(allocation)
+                self._attached.setdefault(key, []).append(resident)
+                if isinstance(key, int) and key not in self._attached_refs:
+                    with suppress(TypeError):  # some objects cannot say when they go
+                        self._attached_refs[key] = weakref.ref(allocation, partial(self._forget_attached, key))
 
     def detach(self, allocation: Any) -> None:
         """End every `attach` of this allocation; harmless if there is none."""
         with WORLD.lock:
-            for resident in self._attached.pop(_key(allocation), ()):
+            key = _key(allocation)
+            found = self._attached.get(key, ())
+            self._forget_attached(key)
+            for resident in found:
                 self.oracle.detach(resident)
+
+    def _forget_attached(self, key: int | tuple[int, int], _: object = None) -> None:
+        self._attached.pop(key, None)
+        if isinstance(key, int):
+            self._attached_refs.pop(key, None)
 
     @property
     def races(self) -> list[Race]:

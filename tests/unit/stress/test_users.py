@@ -184,6 +184,33 @@ def test_each_test_of_the_web_page_has_a_pool_of_its_own() -> None:
     assert test.end() is None
 
 
+class OneSession:
+    """A session whose verdict lies where the one before it lay, as memory that was freed does."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+
+    def finish(self) -> Verdict:
+        return self.verdict
+
+
+def test_the_verdict_of_a_later_test_counts_wherever_it_lies_in_memory() -> None:
+    """Each is dropped before the next is made: CPython gives the next one its address."""
+    test = Test(Runner())
+    addresses = set()
+    for number in range(1, 51):
+        test.events.test_start.fire(environment=test.environment)
+        session = OneSession(Verdict(operations=1, wrong=[f"leak: {number}"], sessions=1))
+        addresses.add(id(session.verdict))
+        test.coordinator.session = session  # type: ignore[assignment]
+        del session
+        test.events.test_stop.fire(environment=test.environment)
+        test.coordinator.conclude(test.environment)  # told again, counted once
+        assert test.coordinator.total.sessions == number
+        assert test.coordinator.total.wrong[-1] == f"leak: {number}"
+    assert len(addresses) < 50, "no address came twice: this test shows nothing"
+
+
 def test_a_worker_tells_its_verdict_when_it_stops_and_again_when_asked() -> None:
     test = Test(Worker())
     test.user().one_batch(at_once)

@@ -258,6 +258,26 @@ def test_attached_memory_is_in_use_until_it_is_detached(gpu: SimDevice, words: W
     gpu.mem_unmap(ptr, PAGE)  # the second launch no longer uses it
 
 
+def test_an_allocation_that_was_never_detached_is_not_mistaken_for_a_later_one(gpu: SimDevice, words: Words) -> None:
+    """CPython gives an object the address, and so the id, of one that has gone."""
+    s, t, forgotten, other = words.stream(), words.stream(), mapped(gpu), mapped(gpu)
+    for _ in range(20):
+        block = Block(forgotten, 512)
+        gpu.attach(s, block)
+        before = id(block)
+        del block
+        block = Block(other, 512)
+        if id(block) == before:
+            break
+    else:
+        pytest.fail("no address came twice")
+    gpu.detach(block)
+    gpu.launch(s, 1000)
+    gpu.hand_out(forgotten, 512, "second")
+    gpu.launch(t, writes=[(forgotten, 512)])
+    assert gpu.races, "the launch on s wrote what was attached to it"
+
+
 def test_a_closed_allocation_cannot_be_launched_on_but_its_bytes_can(gpu: SimDevice, words: Words) -> None:
     s = words.stream()
     block = Block(words.memory(), 512)
