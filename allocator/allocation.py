@@ -12,7 +12,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from allocator.collector import COLLECTOR
+from allocator.collector import RUNNING
 from allocator.sizes import round_up
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Allocation:
             return
         if generation >= 0:
             home, block = self._home, self._block
-            if COLLECTOR.running:  # it may still be used, or come back to life: see collector.py
+            if RUNNING:  # it may still be used, or come back to life: see collector.py
                 home.put_down((block, generation, [self]))
                 return
             lane = home.lane

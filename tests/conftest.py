@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from allocator.caching import reaper
 from allocator.gil import COMPILED
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -21,6 +23,13 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def pools_that_have_gone() -> Iterator[None]:
+    """A pool whose work never ends is served by every public call of any other: not by those of the next tests."""
+    yield
+    reaper.forget_all()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

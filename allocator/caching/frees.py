@@ -22,7 +22,7 @@ from allocator.blocks import MANY, RETIRED, Bin, Block, Owner
 from allocator.caching.accounting import Accounts
 from allocator.caching.lane import Lane
 from allocator.caching.shelves import Shelves
-from allocator.collector import COLLECTOR
+from allocator.collector import RUNNING
 from allocator.config import Config
 from allocator.events import VectorClock
 from allocator.gil import STEPS_HOLD, Inside
@@ -147,7 +147,7 @@ class Frees:
                     if owner is not self._first:
                         self._met(owner)
             queue.popleft()
-        if self.limbo and not COLLECTOR.running:
+        if self.limbo and not RUNNING:
             with shield:
                 self._revisit()
         return self.crossing and self._due()
@@ -288,7 +288,7 @@ class Frees:
         """Look again at what came back while a collection ran; what nobody has brought back to life is free."""
         limbo, self.limbo = self.limbo, []
         for at in range(len(limbo)):
-            alone = not COLLECTOR.running and references(limbo, at) == _ALONE
+            alone = not RUNNING and references(limbo, at) == _ALONE
             holder = limbo[at]
             block = holder._block
             if block.generation == holder._generation:  # else it has been closed since

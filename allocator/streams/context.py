@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from allocator.events import EMPTY, VectorClock
-from allocator.streams.timeline import Sealed, Timeline
+from allocator.streams.timeline import MOST_MARKS, Sealed, Timeline
 
 CONTEXT = 0
 """The context's timeline number."""
@@ -75,6 +75,24 @@ class ContextTimeline:
             if seal.event is not None:
                 events.append(seal.event)
         self.sealed = max(self.sealed, self.completed)
+        return events
+
+    def thin(self) -> list[Sealed]:
+        """Forget every second seal, if there are more than MOST_MARKS; returns their context events, which count as
+        done.  As for a stream (`Timeline.thin`): what one covers, the next one covers as well."""
+        flight = self.in_flight
+        if len(flight) <= MOST_MARKS:
+            return []
+        last = len(flight) - 1
+        events: list[Sealed] = []
+        kept: deque[ContextSeal] = deque()
+        for at, seal in enumerate(flight):
+            if at % 2 == 0 or at == last or (seal.event is not None and seal.event.users):
+                kept.append(seal)
+            elif seal.event is not None:
+                seal.event.done = True
+                events.append(seal.event)
+        self.in_flight = kept
         return events
 
     def seal_for(self, seqno: int) -> ContextSeal | None:

@@ -346,6 +346,11 @@ class Registry:
         self.version += self.context.completed != before
         self.captures.advance()
 
+    def thin(self, marked: Timeline | ContextTimeline) -> None:
+        """Keep the marks that are in flight few.  After each new one, under the lock."""
+        for sealed in marked.thin():
+            self.events.give_back(sealed.event)
+
     def forget_if_over(self, line: Timeline) -> None:
         """Drop a timeline that has ended and finished.  Under the lock."""
         if line.ended and line.completed >= line.closed and line is not self.legacy:

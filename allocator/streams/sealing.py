@@ -82,6 +82,7 @@ class Sealing:
             line.publish(sealed)
             if sealed.done:  # somebody proved it complete in the meantime
                 registry.events.give_back(event)
+            registry.thin(line)
         return sealed
 
     def query(self, line: Timeline, given: int | None = None) -> bool:
@@ -268,7 +269,7 @@ class Sealing:
         with registry.lock.checked():
             sealed.proves = points
             sealed.clock = sealed.clock.joined(VectorClock({line.number: seqno for line, seqno in points}))
-            if sealed.done:
+            if registry.legacy.completed >= sealed.seqno:  # `done` alone may say that it failed, or was forgotten
                 for line, seqno in points:
                     registry.complete(line, seqno)
         return sealed
@@ -311,6 +312,7 @@ class Sealing:
             if not registry.context.publish(ContextSeal(seqno, VectorClock(need), event)) and event is not None:
                 registry.events.give_back(event.event)  # another thread's later seal is complete already
             registry.advance_context()
+            registry.thin(registry.context)
 
     def _record_context(self, seqno: int, lines: Sequence[Timeline]) -> Sealed | None:
         """`cuCtxRecordEvent`, unless a capture is known of, or found by asking legacy and a few streams (R6)."""
@@ -456,9 +458,12 @@ class Sealing:
         if sealed is None:
             return False
         with registry.lock.checked():
-            sealed.proves.append(point)
-            if sealed.done:
+            if line.completed >= sealed.seqno:
                 registry.complete(*point)
+            elif sealed.done:  # it failed, or was forgotten: it will never say anything
+                return False
+            else:
+                sealed.proves.append(point)
         return True
 
     def let_go(self, line: Timeline) -> None:

@@ -26,6 +26,8 @@ from typing import Final
 
 from allocator.events import EMPTY, VectorClock
 
+MOST_MARKS: Final = 128
+"""In flight on one timeline: beyond that every second one is forgotten (`thin`)."""
 MOST_ENTRIES: Final = 16
 """Of a stream's clock, and twice those that were left the last time, before it is pruned."""
 
@@ -51,6 +53,7 @@ class Sealed:
 
     clock: what a stream that waits for the event gets to know: the stream's clock when the seqno was closed,
     and the seqno itself (R4).  users: threads that use the event outside the lock.
+    done: complete, or forgotten, so that nobody waits for it any more; its event may be recorded anew.
     proves: other streams' seqnos that it covers as well, where it lies on legacy (R9).
     """
 
@@ -216,6 +219,33 @@ class Timeline:
         if sealed in self.in_flight:
             self.in_flight.remove(sealed)
             self.sealed = max([self.completed, *(s.seqno for s in self.in_flight)])
+
+    def thin(self) -> list[Sealed]:
+        """Forget every second event, if there are more than MOST_MARKS; returns those, which count as done.
+
+        What a forgotten one covers, and says of other streams, the next one does too: it is found over later (R13).
+        The oldest and the newest stay, and those in use by a thread (R4).  Without it a stream that is busy for ever
+        would hold one event more for each mark, and each question would take longer.
+        """
+        if len(self.in_flight) <= MOST_MARKS:
+            return []
+        kept: deque[Sealed] = deque()
+        gone: list[Sealed] = []
+        after: Sealed | None = None
+        for at, sealed in enumerate(reversed(self.in_flight)):
+            if after is None or at % 2 == 0 or sealed.users or sealed is self.in_flight[0]:
+                kept.appendleft(sealed)
+                after = sealed
+                continue
+            sealed.done = True
+            gone.append(sealed)
+            if sealed.proves:
+                reached: dict[Timeline, int] = {}
+                for line, seqno in (*sealed.proves, *after.proves):
+                    reached[line] = max(seqno, reached.get(line, 0))
+                after.proves = list(reached.items())
+        self.in_flight = kept
+        return gone
 
     def event_for(self, seqno: int) -> Sealed | None:
         """The oldest event that covers `seqno`, None if there is none.  O(events in flight)."""

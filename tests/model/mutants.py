@@ -295,6 +295,26 @@ MUTANTS: Final = (
         (f"{REGISTRY}.complete", "if not sealed.users:", "if True:"),
     ),
     _m(
+        "r4_an_event_is_forgotten_while_it_is_in_use",
+        "scene: an_event_forgotten_while_it_is_waited_for",
+        (f"{TIMELINE}.thin", "at % 2 == 0 or sealed.users or", "at % 2 == 0 or"),
+    ),
+    _m(
+        "r9_a_mark_that_was_given_up_proves_an_unknown_stream_over",
+        "scene: a_mark_given_up_before_it_is_told_what_it_proves",
+        (f"{SEALING}.identify", "if line.completed >= sealed.seqno:", "if sealed.done:"),
+    ),
+    _m(
+        "r9_a_mark_that_was_given_up_proves_blocking_streams_over",
+        "scene: a_mark_given_up_before_it_is_told_what_it_proves",
+        (f"{SEALING}.seal_legacy", "if registry.legacy.completed >= sealed.seqno:", "if sealed.done:"),
+    ),
+    _m(
+        "r9_a_mark_that_was_given_up_is_relied_on",
+        "scene: a_mark_given_up_before_it_is_told_what_it_proves",
+        (f"{SEALING}.identify", "elif sealed.done:", "elif False:"),
+    ),
+    _m(
         "r5_a_user's_event_taken_as_a_seal",
         "events: alloc 0 1; free 0; record 0 0; record 0 1; stats; alloc 1 1",
         (

@@ -15,6 +15,8 @@ from typing import Any, Final
 from allocator import CachingAllocator, Config, DriverError, SimDevice, Stream, StreamCapturing
 from allocator.devices import LEGACY
 from allocator.sizes import MIB
+from allocator.streams import Sealed, Sealing, Timeline
+from allocator.streams.timeline import MOST_MARKS
 from tests.model.pairs import Slots
 from tests.model.programs import SIZES, Universe, parse
 
@@ -323,6 +325,72 @@ def a_stream_of_another_device() -> str | None:
     return None
 
 
+def an_event_forgotten_while_it_is_waited_for() -> str | None:
+    """So many marks are made on a busy stream that some are forgotten, while a thread makes a stream wait for one."""
+    gpu = SimDevice()
+    first, second, third = (Stream(gpu) for _ in range(3))
+    with CachingAllocator(gpu, Config(uses="declared", limit=2 * MIB, wait_on_demand=False)) as pool:
+        sealing, registry = pool._sealing, pool._registry
+        block = pool.allocate(2 * MIB, stream=first)
+        gpu.launch(first, 1000, writes=[block])
+        block.close()
+        pool.stats()
+        for _ in range(2):
+            sealing.seal(first.line)
+        waited = first.line.in_flight[1]
+        waited.users += 1
+
+        def others(call: str) -> None:
+            if call == "cuStreamWaitEvent":
+                gpu.before_call = None
+                for _ in range(MOST_MARKS - 1):  # with the last one they are thinned out
+                    sealing.seal(first.line)
+                sealing.seal(third.line)  # it is idle: an event on it is complete at once
+
+        gpu.before_call = others
+        waits = sealing.make_wait(second.line, [waited])
+        with registry.lock:
+            registry.recycle(waited)
+        block = pool.allocate(2 * MIB, stream=second)
+        gpu.launch(second, 1000, writes=[block])
+        block.close()
+        gpu.run_until_idle()
+        return str(gpu.races[0]) if gpu.races else None if waits else "no wait was made"
+
+
+def a_mark_given_up_before_it_is_told_what_it_proves() -> str | None:
+    """Another thread has found that its event fails, or has forgotten it: it will never say that anything is over."""
+    gpu = SimDevice()
+    stream, blocking = Stream(gpu), Stream(gpu, non_blocking=False)
+    with CachingAllocator(gpu, Config(uses="declared")) as pool:
+        registry = pool._registry
+        for one in (stream, blocking):
+            block = pool.allocate(MIB, stream=one)
+            gpu.launch(one, 1000, writes=[block])
+            block.close()
+        pool.stats()
+
+        class Meanwhile(Sealing):
+            def seal(self, line: Timeline, given: int | None = None) -> Sealed | None:
+                sealed = super().seal(line, given)
+                assert sealed is not None
+                with registry.lock:
+                    line.void(sealed)
+                    sealed.done = True
+                return sealed
+
+        unknown = registry.new_graph_line()
+        with registry.lock:
+            unknown.close_seqno()
+        sealing = Meanwhile(registry)
+        told = sealing.identify(unknown, stream.line)
+        sealing.seal_legacy()
+        for line in (unknown, blocking.line):
+            if line.completed >= line.closed:
+                return f"{line!r} counts as over"
+        return "nobody will ever say that it is over" if told else None
+
+
 SCENES: Final[dict[str, Callable[[], str | None]]] = {
     scene.__name__: scene
     for scene in (
@@ -345,5 +413,7 @@ SCENES: Final[dict[str, Callable[[], str | None]]] = {
         a_living_stream_whose_object_goes,
         memory_used_undeclared_is_asked_for_by_one_that_declares,
         what_is_left_of_two_blocks_that_were_joined,
+        an_event_forgotten_while_it_is_waited_for,
+        a_mark_given_up_before_it_is_told_what_it_proves,
     )
 }

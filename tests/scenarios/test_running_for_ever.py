@@ -9,12 +9,51 @@ from collections import Counter
 
 import pytest
 
-from allocator import CachingAllocator, OutOfMemoryError, SimDevice, Stream
+from allocator import CachingAllocator, Config, OutOfMemoryError, SimDevice, Stream
 from allocator.caching.shelves import FEW_BINS
 from allocator.config import REUSE_KINDS
+from allocator.streams.timeline import MOST_MARKS
 from tests.scenarios.lab import KIB, MIB, Lab, in_thread, overlap, read, span, used, write
 
 # -- S13: events -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("uses", ["declared", "assumed"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_s13_a_stream_that_never_ends_its_work_holds_no_more_marks_in_the_end(lab: Lab, uses: str, gone: bool) -> None:
+    """Each miss, each reading, each look at a pool that has gone asks; what was asked in vain is not all kept."""
+    gpu = lab.gpu(memory=4 << 30)
+    pool = lab.pool(gpu, uses=uses, seal_frees=1)
+    stuck, busy = Stream(gpu), Stream(gpu)
+    if gone:
+        other = CachingAllocator(gpu, config=Config(uses=uses))
+        used(other, stuck, MIB).close()
+        other.close()
+    block = pool.allocate(MIB, stream=stuck)
+    gpu.hold(stuck)
+    gpu.launch(stuck, 1000, writes=[block])
+    block.close()
+    registry = pool._registry
+
+    def marks() -> int:
+        lines = list(registry.lines.values())
+        for line in lines:
+            line.check()
+        return max([len(registry.context.in_flight), *(len(line.in_flight) for line in lines)])
+
+    rng = random.Random(1)
+    created: list[int] = []
+    for _ in range(4 * MOST_MARKS):
+        used(pool, busy, rng.randrange(MIB, 16 * MIB)).close()
+        gpu.advance(10_000)
+        block = pool.allocate(MIB, stream=stuck)
+        gpu.launch(stuck, 1000, writes=[block])
+        block.close()
+        pool.stats()
+        assert marks() <= MOST_MARKS
+        created.append(gpu.calls["cuEventCreate"])
+    assert created[-1] == created[len(created) // 2], "events come back from what is forgotten"
+    pool.check()
 
 
 @pytest.mark.parametrize(("uses", "times"), [("auto", 100_000), ("declared", 10_000), ("assumed", 10_000)])

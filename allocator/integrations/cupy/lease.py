@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from allocator.blocks import Block
 from allocator.caching import CachingAllocator
-from allocator.collector import COLLECTOR
+from allocator.collector import RUNNING
 from allocator.streams import Registry, Timeline
 
 
@@ -132,8 +132,8 @@ class Lease:
         except AttributeError:  # the thread was interrupted before there was any memory in it
             return
         if generation >= 0:
-            if HOOKS.seen or COLLECTOR.running:
-                self._give_back(generation, [self] if COLLECTOR.running else None)
+            if HOOKS.seen or RUNNING:
+                self._give_back(generation, [self] if RUNNING else None)
             else:
                 route, block = self.route, self._block
                 lane = route.lane

@@ -7,6 +7,7 @@ import pytest
 from allocator.events import EMPTY, VectorClock
 from allocator.streams import ContextSeal, Kind, Sealed, Timeline
 from allocator.streams.context import ContextTimeline, satisfied
+from allocator.streams.timeline import MOST_MARKS
 
 
 def _lines(**completed: int) -> dict[int, Timeline]:
@@ -64,6 +65,30 @@ def test_r3_the_oldest_seal_that_covers_a_seqno_is_found() -> None:
     assert [context.seal_for(n) for n in (1, 2, 3, 4)] == [*seals, None]
     assert [s.seqno for s in context.in_flight] == [1, 2, 3]
     context.check()
+
+
+def test_r13_of_many_seals_in_flight_every_second_one_is_forgotten() -> None:
+    context, lines = ContextTimeline(), _lines(t1=0)
+    forgotten: list[Sealed] = []
+    for number in range(3 * MOST_MARKS):
+        seqno = context.close_seqno()
+        event = Sealed(seqno, number, EMPTY) if number % 3 == 0 else None
+        if event is not None:
+            event.users = int(number in (9, 21))
+        context.publish(ContextSeal(seqno, VectorClock({1: 9}), event))
+        forgotten += context.thin()
+        assert len(context.in_flight) <= MOST_MARKS
+        assert (context.in_flight[0].seqno, context.in_flight[-1].seqno) == (1, number + 1)
+        context.check()
+    assert forgotten and all(event.done and not event.users for event in forgotten)
+    kept = [seal.event for seal in context.in_flight if seal.event is not None]
+    assert not any(event.done for event in kept) and {9, 21} <= {event.event for event in kept}
+    assert len({event.event for event in (*kept, *forgotten)}) == MOST_MARKS == len(kept) + len(forgotten)
+    for seqno in range(1, context.pending):
+        assert context.seal_for(seqno) is not None
+    lines[1].complete(9)
+    context.advance(lines)
+    assert context.completed == 3 * MOST_MARKS and not context.in_flight
 
 
 def test_r2_check_notices_a_context_out_of_order() -> None:

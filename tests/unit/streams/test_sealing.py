@@ -11,7 +11,8 @@ import pytest
 
 from allocator import CachingAllocator, Config, SimDevice, Stream
 from allocator.errors import DriverError, StreamCapturing, StreamClosed
-from allocator.streams import Sealing, Timeline
+from allocator.streams import Sealed, Sealing, Timeline
+from allocator.streams.timeline import MOST_MARKS
 
 KIB = 1 << 10
 
@@ -223,3 +224,56 @@ def test_r8_what_an_unknown_stream_stood_for_is_proved_by_the_stream_it_turns_ou
     assert third.completed < third.closed
     bench.gpu.end_capture(bench.stream)
     assert bench.sealing.identify(third, bench.line)
+
+
+@pytest.mark.parametrize("what", ["forgotten", "void"])
+@pytest.mark.parametrize("done", [False, True])
+def test_r4_an_event_that_another_thread_gave_up_meanwhile_proves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str, done: bool
+) -> None:
+    """Between its record and what it is to prove: `done` alone does not say that the work is over."""
+    registry, real = bench.registry, Sealing.seal
+
+    def seal(self: Sealing, line: Timeline, given: int | None = None) -> Sealed | None:
+        sealed = real(self, line, given)
+        assert sealed is not None
+        with registry.lock:
+            if what == "void":
+                line.void(sealed)
+            else:
+                line.in_flight.remove(sealed)
+            sealed.done = True
+        if done:
+            bench.gpu.run_until_idle()
+            registry.mark([(line, sealed.seqno)])
+        return sealed
+
+    monkeypatch.setattr(Sealing, "seal", seal)
+    with registry.lock:
+        unknown = registry.new_graph_line()
+        unknown.close_seqno()
+    assert bench.sealing.identify(unknown, bench.line) is done
+    assert (unknown.completed == unknown.closed) is done
+    blocking = Stream(bench.gpu, non_blocking=False)
+    block = bench.pool.allocate(4 * KIB, stream=blocking)
+    bench.gpu.launch(blocking, 1000, writes=[block])
+    block.close()
+    bench.sealing.seal_legacy()
+    assert (blocking.line.completed == blocking.line.closed) is done
+    bench.gpu.run_until_idle()
+    blocking.close()
+
+
+def test_r13_a_stream_whose_host_is_far_ahead_keeps_few_events(bench: Bench) -> None:
+    bench.gpu.hold(bench.stream)
+    for _ in range(5 * MOST_MARKS):
+        bench.work()
+        bench.seal()
+        assert len(bench.line.in_flight) <= MOST_MARKS
+    assert bench.registry.events.in_use <= MOST_MARKS
+    assert bench.gpu.calls["cuEventCreate"] <= MOST_MARKS + 1
+    bench.gpu.resume(bench.stream)
+    bench.gpu.run_until_idle()
+    bench.sealing.poll([bench.line])
+    assert bench.line.completed == bench.line.sealed == bench.line.closed and not bench.line.in_flight
+    assert bench.registry.events.in_use == 0

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from allocator.events import VectorClock
 from allocator.streams import Kind, Sealed, Timeline
+from allocator.streams.timeline import MOST_MARKS
 
 
 def _sealed(line: Timeline, event: int = 1) -> Sealed:
@@ -124,6 +125,54 @@ def test_r11_a_voided_event_leaves_its_seqnos_unsealed() -> None:
     line.void(first)
     assert line.sealed == 0
     line.check()
+
+
+@pytest.mark.parametrize("more", [1, 2, 300])
+def test_r13_of_many_events_in_flight_every_second_one_is_forgotten(more: int) -> None:
+    line = Timeline(7, Kind.NON_BLOCKING)
+    live: set[int] = set()
+    for number in range(MOST_MARKS + more):
+        line.publish(_sealed(line, number))
+        live.add(number)
+        gone = line.thin()
+        assert all(sealed.done for sealed in gone)
+        live -= {sealed.event for sealed in gone}
+        assert {sealed.event for sealed in line.in_flight} == live and len(live) <= MOST_MARKS
+        assert line.in_flight[0].event == 0, "the oldest is the first to say anything"
+        assert line.in_flight[-1].event == number and line.sealed == number + 1
+        line.check()
+    for seqno in range(1, line.pending):
+        found = line.event_for(seqno)
+        assert found is not None and found.seqno >= seqno and not found.done, "each is covered by a later one"
+    assert {sealed.event for sealed in line.complete(line.closed)} == live
+
+
+def test_r4_an_event_that_a_thread_uses_is_not_forgotten() -> None:
+    line = Timeline(7, Kind.NON_BLOCKING)
+    for number in range(MOST_MARKS + 1):
+        line.publish(_sealed(line, number))
+        line.in_flight[-1].users = number % 4 == 1
+    gone = line.thin()
+    assert gone and not any(sealed.users for sealed in gone)
+    assert all(sealed.done for sealed in gone) and not any(sealed.done for sealed in line.in_flight)
+    assert sum(sealed.users for sealed in line.in_flight) == MOST_MARKS // 4
+    line.check()
+
+
+def test_r9_what_a_forgotten_event_says_of_other_streams_the_next_one_says() -> None:
+    line, other, third = (Timeline(number, Kind.BLOCKING) for number in (7, 8, 9))
+    for number in range(MOST_MARKS + 1):
+        sealed = _sealed(line, number)
+        line.publish(sealed)
+        sealed.proves = [(other, number), (third, 5)] if number < 10 else []
+    gone = {sealed.event: sealed for sealed in line.thin()}
+    assert {1, 3, 5} <= set(gone)
+    for number, sealed in gone.items():
+        if number < 10:
+            after = line.event_for(sealed.seqno)
+            assert after is not None
+            reached = dict(after.proves)
+            assert reached[other] >= number and reached[third] == 5 and len(after.proves) == 2
 
 
 def test_a_timeline_says_what_it_is() -> None:
