@@ -8,11 +8,14 @@ Next: replay.py.
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Final, NoReturn
 
@@ -52,6 +55,29 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+@contextmanager
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Ctrl-C that comes in a finaliser, where Python prints and drops it, comes once more when that is over."""
+    others = sys.unraisablehook
+
+    def again() -> None:
+        time.sleep(0.01)
+        _thread.interrupt_main()
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            _thread.start_new_thread(again, ())
+        else:
+            others(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = others
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status.  `argv` is without the program's name."""
     try:
@@ -59,8 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # --help, --version and usage
         return stop.code if isinstance(stop.code, int) else USAGE
     try:
-        status = int(arguments.run(arguments))
-        sys.stdout.flush()
+        with ctrl_c_is_heard():
+            status = int(arguments.run(arguments))
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         # Whoever read our output has gone.  Nothing more may be written, not even at exit.

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from allocator.cli import main, version
+from allocator.cli import ctrl_c_is_heard, main, version
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLE = ROOT / "allocator/traces/samples/serve-8-streams.csv.gz"
@@ -75,3 +76,32 @@ def test_an_interrupt_ends_the_command_in_one_line() -> None:
     said = [line for line in err.decode().splitlines() if "rows/s" not in line]
     assert said == ["weir: interrupted"]
     assert command.returncode == 128 + signal.SIGINT
+
+
+def test_an_interrupt_in_a_finaliser_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    """Python drops it there: an allocation that ends each microsecond is where many a signal comes."""
+    finished = []
+
+    class Ends:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            finished.append(self)
+
+    class Fails:
+        def __del__(self) -> None:
+            raise ValueError("not ours")
+
+    before = sys.unraisablehook
+    heard: list[sys.UnraisableHookArgs] = []
+    sys.unraisablehook = heard.append
+    try:
+        with pytest.raises(KeyboardInterrupt), ctrl_c_is_heard():
+            Fails()
+            Ends()
+            assert not finished, "interrupted"
+            time.sleep(30)
+        assert sys.unraisablehook == heard.append
+    finally:
+        sys.unraisablehook = before
+    assert [one.exc_type for one in heard] == [ValueError]
+    assert capfd.readouterr().err == ""
