@@ -15,7 +15,7 @@ run: $(READY)
 	$(BIN)/weir replay $(SAMPLE) --plot $(PICTURE)
 
 test: lint types unit
-	$(MAKE) compiled ONLY="tests/conformance tests/unit/caching"
+	WEIR_OPTIMIZE=1 $(MAKE) compiled ONLY="tests/conformance tests/unit/caching"
 
 # ruff does not follow links, so the folders metrics and stress are named; mypy does, and knows them
 # as allocator.metrics and allocator.stress.
@@ -27,22 +27,27 @@ types: $(READY)
 	$(BIN)/mypy $(CODE)
 
 # What measures coverage runs two to three times as slow, so only the tests that are to cover the code are measured, and
-# of those not the few that do the same thing very often, or in processes of their own.
+# of those not the few that do the same thing very often, or in processes of their own.  LONG: not compiled either.
 MEASURED := tests/scenarios tests/unit
 LONG := tests/scenarios/test_running_for_ever.py tests/unit/traces/test_needs.py tests/unit/stress/benchmarks/test_on_gpu.py tests/unit/test_packaging.py
-OTHERS := $(LONG) tests/browser tests/conformance tests/faults tests/fuzz tests/gpu tests/model tests/prometheus
-# They decide which thread takes the next step: in a process where a server of another test runs they could not.
-ALONE := tests/schedules
+OFTEN := tests/scenarios/test_faults.py tests/unit/caching/test_steps.py tests/unit/integrations/cupy/test_memory.py \
+  tests/unit/stress/benchmarks/test_benchmarks.py tests/unit/test_collector.py tests/unit/traces/test_samples.py
+# File by file (loadfile), so that one Prometheus and one browser do for all that ask them; what takes long comes first.
+OTHERS := tests/prometheus tests/unit/test_packaging.py tests/browser $(LONG) tests/conformance tests/faults tests/fuzz \
+  tests/gpu tests/model
+# They decide which thread takes the next step, or count: in a process where a server of another test runs they could not.
+ALONE := tests/schedules $(OFTEN)
 
 # Many tests wait for a server, a browser or a child process: more workers than cores keep the cores busy.
 WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null) && echo $$((2 * n)) || echo auto)
 
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
+
 unit: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --cov --cov-report=term --cov-report=json:coverage.json \
-	  $(MEASURED) $(LONG:%=--ignore=%)
+	$(PYTEST) --cov --cov-report=term --cov-report=json:coverage.json $(MEASURED) $(LONG:%=--ignore=%) $(OFTEN:%=--ignore=%)
 	$(BIN)/python -m tests.coverage_check coverage.json --lines 97 --branches 92
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(OTHERS)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ALONE)
+	$(PYTEST) --dist loadfile $(OTHERS)
+	$(PYTEST) $(ALONE)
 
 # Everything that a compiled module can change, on the compiled build.  ONLY: other tests, or one of them.
 ONLY := tests/conformance tests/scenarios tests/unit/blocks tests/unit/caching tests/unit/events \

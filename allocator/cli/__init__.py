@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from threading import main_thread
 from typing import Final, NoReturn
 
 from allocator.cli import bench, dashboard, doctor, replay, run, serve, stress, top
@@ -62,7 +63,7 @@ def ctrl_c_is_heard() -> Iterator[None]:
 
     def again() -> None:
         time.sleep(0.01)
-        _thread.interrupt_main()
+        signal.pthread_kill(main_thread().ident or 0, signal.SIGINT)  # so that it ends a wait as well
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):

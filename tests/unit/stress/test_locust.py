@@ -53,6 +53,13 @@ def command(*words: str, file: Path = LOCUSTFILE) -> list[str]:
     return [sys.executable, "-m", "locust", "-f", str(file), "--only-summary", "--stop-timeout", "0", *words]
 
 
+def two_processes() -> tuple[str, ...]:
+    """Beside the master, which a test in another process has at the same time: not all on the same port, and none
+    that the system might give to a connection meanwhile."""
+    port = str(5600 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+    return ("--processes", "2", "--master-port", port, "--master-bind-port", port)
+
+
 def run(*words: str, file: Path = LOCUSTFILE, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command("--headless", *words, file=file), env=environment(**more), capture_output=True, text=True, timeout=120,
@@ -117,7 +124,7 @@ def test_s31_a_signal_ends_a_run_with_one_check(number: signal.Signals) -> None:
 
 
 def test_s31_an_interruption_of_master_and_workers_at_once_ends_with_one_report() -> None:
-    words = ("--headless", *SMALL, "--processes", "2", "-u", "2", "-r", "2", "SteadyUser")
+    words = ("--headless", *SMALL, *two_processes(), "-u", "2", "-r", "2", "SteadyUser")
     with started(*words, until="All users spawned") as process:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, errors = process.communicate(timeout=60)
@@ -143,14 +150,14 @@ def test_s31_a_leak_after_the_end_of_a_shape_gives_status_1_although_no_request_
 
 
 def test_each_process_has_a_pool_of_its_own_and_the_master_adds_up() -> None:
-    done = run(*SMALL, "--processes", "2", "-u", "4", "-r", "4", "-t", "3s", "SteadyUser", "GarbageUser")
+    done = run(*SMALL, *two_processes(), "-u", "4", "-r", "4", "-t", "3s", "SteadyUser", "GarbageUser")
     assert done.returncode == 0, done.stderr
     assert "operations on 2 pools" in done.stderr and operations(done.stderr) > 0
     assert done.stderr.count("final check: nothing wrong") == 1
 
 
 def test_what_a_worker_finds_is_the_masters_status(broken: Any) -> None:
-    done = run(*SMALL, "--processes", "2", "-u", "2", "-r", "2", "-t", "2s", "SteadyUser", file=broken(LEAKING))
+    done = run(*SMALL, *two_processes(), "-u", "2", "-r", "2", "-t", "2s", "SteadyUser", file=broken(LEAKING))
     assert done.returncode == 1
     assert re.search(r"VIOLATION: worker \S+: leak: ", done.stderr)
 
