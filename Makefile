@@ -32,9 +32,7 @@ MEASURED := tests/scenarios tests/unit
 LONG := tests/scenarios/test_running_for_ever.py tests/unit/traces/test_needs.py tests/unit/stress/benchmarks/test_on_gpu.py tests/unit/test_packaging.py
 OFTEN := tests/scenarios/test_faults.py tests/unit/caching/test_steps.py tests/unit/integrations/cupy/test_memory.py \
   tests/unit/stress/benchmarks/test_benchmarks.py tests/unit/test_collector.py tests/unit/traces/test_samples.py
-# File by file (loadfile), so that one Prometheus and one browser do for all that ask them; what takes long comes first.
-OTHERS := tests/prometheus tests/unit/test_packaging.py tests/browser $(LONG) tests/conformance tests/faults tests/fuzz \
-  tests/gpu tests/model
+OTHERS := $(LONG) tests/browser tests/conformance tests/faults tests/fuzz tests/gpu tests/model tests/prometheus
 # They decide which thread takes the next step, or count: in a process where a server of another test runs they could not.
 ALONE := tests/schedules $(OFTEN)
 
@@ -46,7 +44,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
 unit: $(READY)
 	$(PYTEST) --cov --cov-report=term --cov-report=json:coverage.json $(MEASURED) $(LONG:%=--ignore=%) $(OFTEN:%=--ignore=%)
 	$(BIN)/python -m tests.coverage_check coverage.json --lines 97 --branches 92
-	$(PYTEST) --dist loadfile $(OTHERS)
+	$(PYTEST) $(OTHERS)
 	$(PYTEST) $(ALONE)
 
 # Everything that a compiled module can change, on the compiled build.  ONLY: other tests, or one of them.
