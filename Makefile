@@ -15,7 +15,7 @@ run: $(READY)
 	$(BIN)/weir replay $(SAMPLE) --plot $(PICTURE)
 
 test: lint types unit
-	WEIR_OPTIMIZE=1 $(MAKE) compiled ONLY="tests/conformance tests/unit/caching"
+	MYPYC_OPT_LEVEL=1 $(MAKE) compiled ONLY="tests/conformance tests/unit/caching"
 
 # ruff does not follow links, so the folders metrics and stress are named; mypy does, and knows them
 # as allocator.metrics and allocator.stress.

@@ -3,7 +3,7 @@
     pip install .                      compiled where a compiler and Python's headers are there, else as source
     WEIR_COMPILE=0 pip install .       as source
     WEIR_COMPILE=1 pip install .       compiled, or it fails and says why
-    WEIR_OPTIMIZE=0      the C compiler's level, 3 by default: to be done sooner where speed does not matter
+    MYPYC_OPT_LEVEL=0    the C compiler's level, 3 by default: to be done sooner where speed does not matter
     python setup.py build_ext --inplace    compiled beside the source of this very folder, as `make compiled` does
 
 The same files run either way; an editable install always runs the source.  Why these: docs/decisions/0016-compiled.md.
@@ -80,7 +80,7 @@ def extensions() -> list[Any]:
             return list(
                 mypycify(
                     ["--config-file=mypyc.ini", *COMPILED],
-                    opt_level=os.environ.get("WEIR_OPTIMIZE", "3"),
+                    opt_level=os.environ.get("MYPYC_OPT_LEVEL", "3"),
                     debug_level="0",
                     group_name="allocator.weir",
                 )

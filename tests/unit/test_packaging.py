@@ -90,7 +90,7 @@ def environment(where: Path) -> tuple[Path, Path]:
 
 def build(source: Path, out: Path, *kinds: str, compiled: bool = False) -> Path:
     """Build without network, and return the one wheel: of source, as compiling takes long, unless that is asked for."""
-    env = {"WEIR_COMPILE": str(int(compiled)), "WEIR_OPTIMIZE": "0"}
+    env = {"WEIR_COMPILE": str(int(compiled)), "MYPYC_OPT_LEVEL": "0"}
     run(sys.executable, "-m", "build", "--no-isolation", *kinds, "--outdir", out, source, cwd=out, env=env)
     (wheel,) = out.glob("*.whl")
     return wheel

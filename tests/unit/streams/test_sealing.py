@@ -226,6 +226,7 @@ def test_r8_what_an_unknown_stream_stood_for_is_proved_by_the_stream_it_turns_ou
     assert bench.sealing.identify(third, bench.line)
 
 
+@pytest.mark.source
 @pytest.mark.parametrize("what", ["forgotten", "void"])
 @pytest.mark.parametrize("done", [False, True])
 def test_r4_an_event_that_another_thread_gave_up_meanwhile_proves_nothing(
