@@ -267,7 +267,7 @@ class Sealing:
         if sealed is None:
             return None
         with registry.lock.checked():
-            sealed.proves = points
+            sealed.proves += points  # it may speak already for a mark that was forgotten
             sealed.clock = sealed.clock.joined(VectorClock({line.number: seqno for line, seqno in points}))
             if registry.legacy.completed >= sealed.seqno:  # `done` alone may say that it failed, or was forgotten
                 for line, seqno in points:

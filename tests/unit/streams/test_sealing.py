@@ -278,3 +278,20 @@ def test_r13_a_stream_whose_host_is_far_ahead_keeps_few_events(bench: Bench) -> 
     bench.sealing.poll([bench.line])
     assert bench.line.completed == bench.line.sealed == bench.line.closed and not bench.line.in_flight
     assert bench.registry.events.in_use == 0
+
+
+def test_r9_a_mark_on_legacy_keeps_what_it_was_told_by_one_that_was_forgotten(bench: Bench) -> None:
+    """The new mark makes them too many: the one before it goes, and what that was to prove is the new one's."""
+    legacy = bench.registry.legacy
+    with bench.registry.lock:
+        unknown = bench.registry.new_graph_line()
+        unknown.close_seqno()
+    for _ in range(MOST_MARKS):
+        assert bench.sealing.seal(legacy) is not None
+    legacy.in_flight[-1].proves.append((unknown, unknown.closed))
+    before = legacy.in_flight[-1]
+    sealed = bench.sealing.seal_legacy()
+    assert sealed is not None and sealed is legacy.in_flight[-1] and before.done
+    bench.gpu.run_until_idle()
+    bench.sealing.poll([legacy])
+    assert unknown.completed == unknown.closed
