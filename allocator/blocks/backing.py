@@ -9,6 +9,7 @@ Next: pages.py (which addresses), heap.py (blocks).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from allocator.blocks.pages import Segment
@@ -29,6 +30,12 @@ class Backing(Protocol):
         """Get `nbytes` from the driver, at `ptr` if `reserve` gave a range.  DriverError if it has none.
 
         What a failed attempt could not undo either is added to `stuck`: not usable, to be detached later.
+        """
+
+    def unmap(self, segments: Sequence[Segment]) -> None:
+        """Make neighbouring segments unreachable, which are about to be detached: where one call does for all.
+
+        DriverError if the driver refuses; they are then as before.
         """
 
     def detach(self, segment: Segment) -> None:
@@ -69,8 +76,15 @@ class VirtualMemory:
             raise
         return segment
 
+    def unmap(self, segments: Sequence[Segment]) -> None:
+        """`cuMemUnmap`."""
+        begin = segments[0].ptr
+        self._device.mem_unmap(begin, segments[-1].end - begin)
+        for segment in segments:
+            segment.ptr = 0
+
     def detach(self, segment: Segment) -> None:
-        """`cuMemUnmap`, `cuMemRelease`."""
+        """`cuMemUnmap`, unless that is done; `cuMemRelease`."""
         if segment.ptr:
             self._device.mem_unmap(segment.ptr, segment.size)
             segment.ptr = 0  # unmapped: a second try only releases
@@ -96,6 +110,9 @@ class PlainMemory:
     def attach(self, ptr: int, nbytes: int, kind: int, stuck: list[Segment]) -> Segment:
         """`cuMemAlloc`."""
         return Segment(self._device.mem_alloc(nbytes), nbytes, 0, kind)
+
+    def unmap(self, segments: Sequence[Segment]) -> None:
+        """No driver call."""
 
     def detach(self, segment: Segment) -> None:
         """`cuMemFree`."""

@@ -117,7 +117,20 @@ class Bin:
     They serve that stream only, at once: an exact fit is the best fit.
     """
 
-    __slots__ = ("assumed", "blocks", "filled", "hits", "home", "open", "owner", "request", "seen", "size", "turns")
+    __slots__ = (
+        "after",
+        "assumed",
+        "blocks",
+        "filled",
+        "hits",
+        "home",
+        "open",
+        "owner",
+        "request",
+        "seen",
+        "size",
+        "turns",
+    )
 
     def __init__(self, home: Bins, owner: Owner, size: int, assumed: bool) -> None:
         self.blocks: list[Block] = []
@@ -138,6 +151,9 @@ class Bin:
         self.request = 0
         self.seen = -1
         """`hits` and `turns` when bins out of use were last looked for; -1 if it has been of use since otherwise."""
+        self.after: Bin | None = None
+        """Another one of this size and of such uses, which was asked when a block had just come back to this one.
+        Where streams take turns it mostly will be again.  None once this one has gone."""
 
 
 class Bins:

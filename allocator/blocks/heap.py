@@ -10,7 +10,7 @@ Pure bookkeeping, no driver call, under the pool's lock.  Next: pages.py, ../cac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from sortedcontainers import SortedDict
@@ -58,11 +58,12 @@ class Heap:
             self.tails[block.end] = block
         return block
 
-    def remove(self, segment: Segment, block: Block) -> None:
-        """Let a segment go; `block` covers exactly its bytes and is on no shelf."""
-        assert block.ptr == segment.ptr and block.size == segment.size, (block, segment)
-        del self.segments[segment.ptr]
-        self.reserved -= segment.size
+    def remove(self, segments: Sequence[Segment], block: Block) -> None:
+        """Let neighbouring segments go; `block` covers exactly their bytes and is on no shelf."""
+        assert block.ptr == segments[0].ptr and block.size == sum(s.size for s in segments), (block, segments)
+        for segment in segments:
+            del self.segments[segment.ptr]
+        self.reserved -= block.size
         block.generation += 1
         if block.prev is not None:
             block.prev.next = None
@@ -133,19 +134,24 @@ class Heap:
             found.append(segment)
         return found
 
-    def last_inside(self, block: Block) -> Segment | None:
-        """The last of those, or None.  O(log n)."""
-        at = self.segments.bisect_left(block.end)
-        for _ in range(2):  # the last that begins before the end may go beyond it
+    def last_inside(self, block: Block, count: int, most: int) -> list[Segment]:
+        """The last of those, in address order: `count` at most, and no more than it takes for `most` bytes.
+
+        O(log n) for each.
+        """
+        found: list[Segment] = []
+        begin, end, nbytes = block.ptr, block.end, 0
+        at = self.segments.bisect_left(end)
+        while at and len(found) < count and nbytes < most:
             at -= 1
-            if at < 0:
-                return None
             segment: Segment = self.segments.peekitem(at)[1]
-            if segment.ptr < block.ptr:
-                return None
-            if segment.end <= block.end:
-                return segment
-        return None
+            if segment.ptr < begin:
+                break
+            if segment.end <= end:  # the last that begins before the end may go beyond it
+                found.append(segment)
+                nbytes += segment.size
+        found.reverse()
+        return found
 
     def holding(self, address: int) -> Segment:
         """The segment that holds an address.  O(log n)."""

@@ -71,6 +71,10 @@ class Accounts:
         """Those of them that have been given back."""
         self.frees = 0
         """Those that left a stamp.  What its own stream took back at once is in the next two, and in `Bin.turns`."""
+        self.calm = 0
+        """Up to so many of those nothing has to be looked at but whether marks are due for the bytes (frees.py)."""
+        self.bytes_due = 0
+        """What `freed_sum` is when they are."""
         self.turns = 0
         """Blocks that were freed and handed out again in one step, where no mark can be due for them."""
         self.turned_sum = 0

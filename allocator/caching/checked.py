@@ -46,24 +46,27 @@ class CheckedGrowth(Growth):
 
     canary: Canary
 
-    def _detach(self, segment: Segment, reason: str) -> int:
+    def _unmap(self, segments: list[Segment]) -> None:
+        """Not together: each is verified before."""
+
+    def _detach(self, segment: Segment, ptr: int, reason: str) -> bool:
         """As ever, if nobody has written to it since it was filled; else what is damaged stays, and is reported.
 
         Raises CorruptionError; not where a closed pool is emptied, in some later call of any pool: that only logs.
         """
-        ptr, size = segment.ptr, segment.size
-        if not ptr:
-            return super()._detach(segment, reason)
+        size = segment.size
+        if not segment.ptr:
+            return super()._detach(segment, ptr, reason)
         canary = self.canary
         try:
             damage = canary.inspect(ptr, ptr + size)
         except DriverError:  # unread is not verified: it stays, and is tried again
             self._keep(segment, ptr)
-            return 0
+            return False
         if damage is None:
             with self._lock.checked():  # now: once it is given back, another thread may grow into these very addresses
                 canary.gone(ptr, ptr + size)
-            return super()._detach(segment, reason)
+            return super()._detach(segment, ptr, reason)
         with self._lock.checked():
             self._accounts.mark()
             self.growing -= size
@@ -71,7 +74,7 @@ class CheckedGrowth(Growth):
             self._accounts.mark()
         error = canary.report(damage)
         if reason == "close":
-            return 0
+            return False
         raise error
 
     def wait_for_others(self, seconds: float) -> bool:

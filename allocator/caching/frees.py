@@ -95,8 +95,7 @@ class Frees:
         self._frees_then = 0
         self._freed_then = 0
         self._frees_due = self._seal_at
-        self._bytes_due = self._seal_bytes
-        """What `Accounts.frees` and `freed_sum` are when it is time."""
+        """What `Accounts.frees` is when it is time, if `crossing`; or bytes are due."""
         self.dropped: list[object] = []
         """Foreign stream objects that blocks need no more: to be dropped outside every lock (R9)."""
         self.crossing = False
@@ -104,8 +103,18 @@ class Frees:
         self.pressed: Callable[[], bool] = bool
         """Is memory scarce?  Set by the pool."""
         self.bounded = False
-        """Can it be?  Set by the pool."""
+        """Can it be?  See `bound`."""
         self._first: Owner | None = None
+        accounts.bytes_due = self._seal_bytes
+        self._pace()
+
+    def bound(self, bounded: bool) -> None:
+        """Can memory be scarce?  Under the pool's lock."""
+        self.bounded = bounded
+        self._pace()
+
+    def _pace(self) -> None:
+        self._accounts.calm = 0 if self.limbo or self.bounded else self._frees_due - 1
 
     def drain(self) -> bool:
         """Stamp and put down every queued block; True if it is time to seal (R13).
@@ -181,7 +190,7 @@ class Frees:
             stamp = made
         accounts, freed = self._accounts, last.requested
         if self.crossing:
-            if accounts.frees + 1 >= self._frees_due or accounts.freed_sum + freed >= self._bytes_due:
+            if accounts.frees + 1 >= self._frees_due or accounts.freed_sum + freed >= accounts.bytes_due:
                 return False
         elif owner is not self._first:
             return False
@@ -247,7 +256,7 @@ class Frees:
         frees, freed_bytes = self._accounts.frees, self._accounts.freed_sum
         if frees == self._frees_then:
             return False
-        return frees >= self._frees_due or freed_bytes >= self._bytes_due or self.pressed()
+        return frees >= self._frees_due or freed_bytes >= self._accounts.bytes_due or self.pressed()
 
     @property
     def heavy(self) -> bool:
@@ -268,7 +277,8 @@ class Frees:
         few = max(self._seal_frees, FREES_PER_STREAM * (len(self._registry.lines) - FEW_STREAMS))
         self._seal_at = few * self._rest
         self._frees_due = self._frees_then + self._seal_at
-        self._bytes_due = self._freed_then + self._seal_bytes
+        self._accounts.bytes_due = self._freed_then + self._seal_bytes
+        self._pace()
 
     def missed(self) -> None:
         """An allocation looks at what others have freed: mark that as often as is usual again.  Under the lock."""
@@ -277,6 +287,7 @@ class Frees:
             self._seal_at //= self._rest
             self._frees_due = self._frees_then + self._seal_at
             self._rest = 1
+            self._pace()
 
     def _met(self, owner: Owner) -> None:
         if self._first is None:
@@ -297,11 +308,13 @@ class Frees:
                     continue
                 self._retire(block, None)
             self.dropped.append(holder)  # it may be the last to hold a foreign stream object (R9)
+        self._pace()
 
     def _retire(self, block: Block, named: Timeline | Anyone | list[Holder] | None) -> None:
         """The general case: several users, a stream that has ended, something carried over, or a doubtful end."""
         if isinstance(named, list):
             self.limbo.append(named.pop())  # out of the entry, so that only the limbo holds it
+            self._pace()
             return
         owner = block.owner
         assert owner is not None, block

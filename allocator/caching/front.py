@@ -20,12 +20,16 @@ from allocator.caching.accounting import Accounts
 from allocator.caching.frees import Frees
 from allocator.caching.reaper import any_left
 from allocator.caching.shelves import Shelves
+from allocator.events import VectorClock
 from allocator.gil import GilLock, Inside
 from allocator.streams import Kind, Registry, Timeline
 from allocator.sync import LockLike, inner_of, shield
 
 _EVER: Final = (Kind.LEGACY, Kind.PER_THREAD)
 """Streams without an owner whose handles never die (R9)."""
+LAST: Final = (-1, -1 << 50)
+"""Where the newest block of a bin is, by `Inside.busy`: while somebody is inside, there is none."""
+_NONE: Final[list[Block]] = []
 LOOKS: Final = 8
 """Misses for each look at pools that have gone, for as long as there are any."""
 
@@ -41,6 +45,7 @@ class Front:
         "_at_hand",
         "_below",
         "_clears",
+        "_context",
         "_declared",
         "_enter",
         "_frees",
@@ -77,6 +82,7 @@ class Front:
         self._here: Any = here
         self._below: Any = inner_of(registry.lock)[1]
         self._registry = registry
+        self._context = registry.context
         self._kind = kind
         self._at_hand = at_hand
         self.inside: Inside = Inside() if told is None else told
@@ -137,44 +143,91 @@ class Front:
         block: Block | None = None
         inside = self.inside
         bin_: Bin | None
+        before: Bin | None = None
         try:
             last = lane.block
             if last is not None:
                 kept = last.generation  # before whatever is read of the block
                 bin_ = last.bin
                 freed = last.requested
-                if (
-                    bin_ is not None
-                    and bin_.owner is line
-                    and (freed == nbytes or bin_.size == (nbytes + 511) & -512)
-                    and bin_.assumed is assumed
-                    and bin_.open
-                    and not line.ended
-                    and not lane.rest
-                ):
-                    busy = inside.busy; block = lane.block; then = lane.generation; lane.block = None  # noqa: E702  # fmt: skip
-                    if block is not last or then != kept or last.generation != kept or busy:
-                        if block is not None:  # somebody else's, or not now
-                            entry, block = (block, then, None), None  # ours no more, should Ctrl-C come after the call
-                            self._put_down(entry)
-                        return self._locked(nbytes, line, assumed)
-                    # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no time:
-                    # nobody else sees a stamp, and no seqno is due for it.
-                    last.generation = kept + 1
-                    if freed == nbytes and bin_.request == nbytes:
-                        bin_.turns += 1
-                    else:
+                if bin_ is not None:
+                    if (
+                        bin_.owner is line
+                        and (freed == nbytes or bin_.size == (nbytes + 511) & -512)
+                        and bin_.assumed is assumed
+                        and bin_.open
+                        and not line.ended
+                        and not lane.rest
+                    ):
+                        busy = inside.busy; block = lane.block; then = lane.generation; lane.block = None  # noqa: E702  # fmt: skip
+                        if block is not last or then != kept or last.generation != kept or busy:
+                            if block is not None:  # somebody else's, or not now
+                                entry, block = (block, then, None), None  # ours no more, should Ctrl-C come after it
+                                self._put_down(entry)
+                            return self._locked(nbytes, line, assumed)
+                        # Its own stream takes it back (R7).  It never gets to the bin, as if it had been there for no
+                        # time: nobody else sees a stamp, and no seqno is due for it.
+                        last.generation = kept + 1
+                        if freed == nbytes and bin_.request == nbytes:
+                            bin_.turns += 1
+                        else:
+                            accounts = self.accounts
+                            last.requested = nbytes
+                            bin_.hits += 1
+                            accounts.turns += 1
+                            accounts.turned_sum += freed
+                            accounts.requested_sum += nbytes - freed
+                            if not bin_.turns:
+                                bin_.request = nbytes
+                        return last
+                    mine = bin_.after
+                    if mine is not None and mine.owner is line and freed == nbytes and bin_.assumed is assumed:
+                        # Streams take turns: what `put_down_last` does, and a hit, in one.
+                        theirs: Timeline = bin_.owner  # type: ignore[assignment]  # owners are timelines
                         accounts = self.accounts
-                        last.requested = nbytes
-                        bin_.hits += 1
-                        accounts.turns += 1
-                        accounts.turned_sum += freed
-                        accounts.requested_sum += nbytes - freed
-                        if not bin_.turns:
-                            bin_.request = nbytes
-                    return last
+                        blocks = mine.blocks
+                        stamp: VectorClock = theirs.here
+                        if assumed:
+                            made = theirs.here_assumed
+                            if made is None or made.context != self._context.pending or made.own != theirs.pending:
+                                blocks = _NONE  # a stamp has to be made
+                            else:
+                                stamp = made
+                        if (
+                            blocks
+                            and bin_.filled  # so its stream may have ended, but not been forgotten
+                            and not line.ended
+                            and not lane.rest
+                            and accounts.frees < accounts.calm
+                            and accounts.freed_sum + freed < accounts.bytes_due
+                        ):
+                            try:
+                                block = blocks[LAST[inside.busy]]; back = lane.block; then = lane.generation; lane.block = None; del blocks[-1]  # noqa: E501, E702  # fmt: skip
+                            except IndexError:
+                                return self._locked(nbytes, line, assumed)
+                            mine.hits += 1
+                            block.requested = nbytes
+                            accounts.requested_sum += nbytes
+                            if back is last and then == kept and last.generation == kept:
+                                last.stamp = stamp
+                                last.generation = kept + 1
+                                accounts.frees += 1
+                                accounts.freed_sum += freed
+                                if accounts.allocated - mine.size < accounts.low:  # as it was between the two
+                                    accounts.low = accounts.allocated - mine.size
+                                bin_.blocks.append(last)
+                                if not bin_.filled:
+                                    self._frees.strays.append(bin_)  # as in `put_down_last`
+                                return block
+                            accounts.allocated = allocated = accounts.allocated + mine.size
+                            if allocated > accounts.high:
+                                accounts.high = allocated
+                            if back is not None:  # somebody else's
+                                self._put_down((back, then, None))
+                            return block
                 if not self._frees.put_down_last():
                     return self._locked(nbytes, line, assumed) if lane.rest or self._frees.bounded else None
+                before = bin_
             size = (nbytes + 511) & -512
             sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
             bin_ = sizes.by_size.get(size) if sizes is not None else None
@@ -184,7 +237,7 @@ class Front:
                 return None
             blocks = bin_.blocks
             try:
-                block = blocks[-1 - (inside.busy << 50)]; del blocks[-1]  # while somebody is inside, there is none  # noqa: E702  # fmt: skip
+                block = blocks[LAST[inside.busy]]; del blocks[-1]  # noqa: E702  # fmt: skip
             except IndexError:
                 return None  # nothing there, or not now
             accounts = self.accounts
@@ -194,6 +247,8 @@ class Front:
             accounts.allocated = allocated = accounts.allocated + size
             if allocated > accounts.high:
                 accounts.high = allocated
+            if before is not None and before.size == size and before.assumed is assumed and before.open:
+                before.after = bin_
             return block
         except BaseException:
             if block is not None:

@@ -11,6 +11,7 @@ Next: ../blocks/pages.py (which addresses), ladder.py (when).
 from __future__ import annotations
 
 import time
+from typing import Final
 
 from allocator.blocks import IDLE, KINDS, LARGE, SMALL, Backing, Block, Heap, PlainMemory, Segment, Space, VirtualMemory
 from allocator.caching.accounting import Accounts
@@ -23,6 +24,8 @@ from allocator.streams import Registry, Timeline
 from allocator.sync import LockLike
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+TOGETHER: Final = 8
+"""Segments taken out of the pool at once to be given back: about half a millisecond, in which nobody gets them."""
 
 
 class Growth:
@@ -197,52 +200,83 @@ class Growth:
     def release(self, reason: str, most: int) -> int:
         """Give idle segments back until `most` bytes are; returns the bytes given back.
 
-        One at a time, so that what is not yet on its way can still serve other threads (S16).  The caller has
+        A few at a time, so that what is not yet on its way can still serve other threads (S16).  The caller has
         flushed and refreshed the shelves.  Driver calls: those of `Backing.detach`.  A segment that the driver
         refuses to take stays in the pool, and ends the attempt.
         """
-        device, accounts = self._device, self._accounts
         freed = 0
         try:
-            with device.scope():  # once, for all of them
-                for left in self._take_unreleased():
-                    freed += self._detach(left, reason)
+            with self._device.scope():  # once, for all of them
+                freed = self._give_back(self._take_unreleased(), reason, neighbours=False)[0]
                 while freed < most:
                     with self._lock.checked():
-                        accounts.mark()
-                        segment = self._take_one()
-                        accounts.mark()
-                    if segment is None:
-                        break
-                    started = device.clock_ns()
-                    given = self._detach(segment, reason)
-                    with self._lock.checked():
-                        call = "cuMemUnmap" if self._heap.joined else "cuMemFree"
-                        accounts.driver_seconds[call] += (device.clock_ns() - started) / 1e9
-                    if not given:
-                        break
+                        self._accounts.mark()
+                        leaving = self._take_some(most - freed)
+                        self._accounts.mark()
+                    given, whole = self._give_back(leaving, reason, neighbours=True)
                     freed += given
+                    if not whole:
+                        break
         except DriverError as error:  # the scope itself: the context is gone
             self._registry.failed(error)
         return freed
 
-    def _detach(self, segment: Segment, reason: str) -> int:
-        """Give one segment back that is out of the heap; its bytes, or 0 if the driver refused."""
-        ptr, size = segment.ptr, segment.size
+    def _give_back(self, segments: list[Segment], reason: str, *, neighbours: bool) -> tuple[int, bool]:
+        """Give segments back that are out of the heap, the last one first; the bytes, and whether that was all.
+
+        After the first that the driver refuses the others stay as well, unless they are of no use to the pool.
+        neighbours: they touch, so that one call can unmap them all.
+        """
+        device, accounts = self._device, self._accounts
+        leaving = [(segment.ptr, segment) for segment in segments]
+        gone: list[tuple[int, Segment]] = []
+        refused = not leaving
+        started = device.clock_ns()
         try:
-            with self._device.scope():
-                self.backing.detach(segment)
+            with device.scope():  # again: a finaliser may have left another context current
+                if neighbours and len(segments) > 1:
+                    try:
+                        self._unmap(segments)
+                    except DriverError as error:
+                        self._registry.failed(error)
+                        refused = True
+                while leaving and (not refused or not leaving[-1][1].usable or not leaving[-1][1].ptr):
+                    ptr, segment = leaving.pop()
+                    if self._detach(segment, ptr, reason):
+                        gone.append((ptr, segment))
+                    else:
+                        refused = True
+        finally:  # whatever is found while memory is verified
+            freed = sum(segment.size for _, segment in gone)
+            if gone:
+                with self._lock.checked():
+                    for ptr, segment in gone:
+                        if ptr and self._spaces is not None:
+                            self._space_of(ptr).give_back(ptr, ptr + segment.size)
+                    self.growing -= freed
+                    accounts.releases[reason] += len(gone)
+                    accounts.release_bytes[reason] += freed
+                    call = "cuMemUnmap" if self._heap.joined else "cuMemFree"
+                    accounts.driver_seconds[call] += (device.clock_ns() - started) / 1e9
+            for ptr, segment in leaving:
+                self._keep(segment, ptr)
+        return freed, not refused
+
+    def _unmap(self, segments: list[Segment]) -> None:
+        self.backing.unmap(segments)
+
+    def _detach(self, segment: Segment, ptr: int, reason: str) -> bool:
+        """Give one segment back that is out of the heap; False if the driver refused, and it is kept.  In a scope.
+
+        ptr: where it was mapped.
+        """
+        try:
+            self.backing.detach(segment)
         except DriverError as error:
             self._registry.failed(error)
             self._keep(segment, ptr)
-            return 0
-        with self._lock.checked():
-            if ptr and self._spaces is not None:
-                self._space_of(ptr).give_back(ptr, ptr + size)
-            self.growing -= size
-            self._accounts.releases[reason] += 1
-            self._accounts.release_bytes[reason] += size
-        return size
+            return False
+        return True
 
     def _take_unreleased(self) -> list[Segment]:
         with self._lock.checked():
@@ -250,17 +284,17 @@ class Growth:
             self.growing += sum(segment.size for segment in leaving)  # still held, until the driver has it back
         return leaving
 
-    def _take_one(self) -> Segment | None:
-        """Take an idle segment out of the heap, the one at the highest address of a block.  Under the lock."""
+    def _take_some(self, most: int) -> list[Segment]:
+        """Take neighbouring idle segments out of the heap, at the highest addresses of a block: TOGETHER at most, and
+        no more than it takes for `most` bytes.  Under the lock."""
         least = self._device.granularity if self._heap.joined else 1
         for kind in KINDS:
             for block in self._shelves.idle[kind].from_size(least):
-                segment = self._heap.last_inside(block)
-                if segment is not None:
-                    self._cut_out(segment, block)
-                    self.growing += segment.size  # still held, until the driver has it back
-                    return segment
-        return None
+                segments = self._heap.last_inside(block, TOGETHER, most)
+                if segments:
+                    self.growing += self._cut_out(segments, block)  # still held, until the driver has it back
+                    return segments
+        return []
 
     def wait_for_others(self, seconds: float) -> bool:
         """Wait, bounded, while other threads' memory is on its way to or from the driver; True if it has changed."""
@@ -270,17 +304,22 @@ class Growth:
             time.sleep(0.0002)
         return self.growing != before
 
-    def _cut_out(self, segment: Segment, block: Block) -> None:
-        """Remove one segment from the idle block that holds it; what is left of the block stays idle."""
-        heap, idle = self._heap, self._shelves.idle[segment.kind]
+    def _cut_out(self, segments: list[Segment], block: Block) -> int:
+        """Remove neighbouring segments from the idle block that holds them; returns their bytes.
+
+        What is left of the block stays idle.
+        """
+        heap, idle = self._heap, self._shelves.idle[block.kind]
         idle.remove(block)
+        begin, end = segments[0].ptr, segments[-1].end
         middle = block
-        if block.ptr < segment.ptr:
-            middle = heap.split(block, segment.ptr - block.ptr)
+        if block.ptr < begin:
+            middle = heap.split(block, begin - block.ptr)
             idle.add(block)
-        if middle.size > segment.size:
-            idle.add(heap.split(middle, segment.size))
-        heap.remove(segment, middle)
+        if end < middle.end:
+            idle.add(heap.split(middle, end - begin))
+        heap.remove(segments, middle)
+        return end - begin
 
     def _keep(self, segment: Segment, ptr: int) -> None:
         """The driver refused: the segment is ours as before, or unmapped and to be released later."""

@@ -106,7 +106,7 @@ class CachingAllocator:
             self.device, self.config, self._registry, self._heap, self._shelves, self._accounts, self._lock
         )
         self._frees.pressed = self._pressed
-        self._frees.bounded = bool(self.config.limit or self.config.max_in_flight)
+        self._frees.bound(bool(self.config.limit or self.config.max_in_flight))
         self._settling = Settling(
             self.device,
             self.config,
@@ -720,7 +720,7 @@ class CachingAllocator:
         self._registry.check_usable()
         with self._lock:
             self._growth.limit = nbytes
-            self._frees.bounded = bool(nbytes or self.config.max_in_flight)
+            self._frees.bound(bool(nbytes or self.config.max_in_flight))
         if nbytes and self._growth.held > nbytes:
             self.front.careful = True
             self._shrink()

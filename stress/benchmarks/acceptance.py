@@ -200,7 +200,9 @@ def _trim(found: Found, where: str) -> Row:
     figures = None if case is None else case.figures.get("weir")
     if case is None or figures is None:
         return _missing(what, "<= ", 20, "trim is needed", " ms")
-    return _row(what, figures.median, "<= ", 20, where or _amount(case), " ms")
+    calls = case.figures.get("driver-vmm")
+    least = "" if calls is None else f"; the driver's calls alone take {calls.median:.3g} ms"
+    return _row(what, figures.median, "<= ", 20, where or f"{_amount(case)}{least}", " ms")
 
 
 def _others(found: Found, where: str) -> Row:

@@ -7,7 +7,8 @@
 
 Time is the device's clock for the host: wall time on a GPU.  On the simulator only waiting takes time, so that 0 there
 means that no driver call waited, and 2,000 that one waited for all of the work.
-`driver` is the driver alone, with cuMemAlloc and cuMemFree, which is what a pool without virtual memory can do.
+`driver` is the driver alone, with cuMemAlloc and cuMemFree, which is what a pool without virtual memory can do;
+`driver-vmm` is the driver alone with virtual memory: the least that its calls take for as many segments.
 """
 
 from __future__ import annotations
@@ -116,6 +117,35 @@ def driver(device: Device) -> Holder:
     return Holder(take, give_back, give_back)
 
 
+def driver_vmm(device: Device) -> Holder:
+    """The calls of a pool with virtual memory, and nothing else."""
+    size = 2 * SEGMENTS * SEGMENT
+    handles: list[int] = []
+    with device.scope():
+        base = device.mem_address_reserve(size)
+
+    def take() -> None:
+        with device.scope():
+            handle = device.mem_create(SEGMENT)
+            ptr = base + len(handles) * SEGMENT
+            handles.append(handle)
+            device.mem_map(ptr, SEGMENT, handle)
+            device.mem_set_access(ptr, SEGMENT)
+
+    def give_back() -> None:
+        with device.scope():
+            while handles:
+                device.mem_unmap(base + (len(handles) - 1) * SEGMENT, SEGMENT)
+                device.mem_release(handles.pop())
+
+    def close() -> None:
+        give_back()
+        with device.scope():
+            device.mem_address_free(base, size)
+
+    return Holder(take, give_back, close)
+
+
 def cupy_pool(device: Device) -> Holder:
     """CuPy's own pool.  GPU."""
     pool = import_cupy().cuda.MemoryPool()
@@ -132,6 +162,8 @@ def holders(stage: Stage) -> dict[str, Callable[[], Holder]]:
     """Who can be asked here.  The first is the reference."""
     device, wants = stage.device, stage.settings.wants
     found: dict[str, Callable[[], Holder]] = {"driver": partial(driver, device)}
+    if device.supports_virtual_memory:
+        found["driver-vmm"] = partial(driver_vmm, device)
     if wants("weir"):
         found["weir"] = partial(weir, device)
         found["weir-malloc"] = partial(weir, device, "malloc")

@@ -1,7 +1,8 @@
 """A replay on a GPU tells what the simulator tells.
 
 Time on a GPU is not exact, so peaks are compared with what the simulator gives for GPUs that are up to 20 %
-slower or faster, and slower still where the host did not keep the pace; kinds of reuse with 10 points of tolerance.
+slower or faster, and slower still where the host did not keep the pace, and 2 % more: no GPU is slower by the same
+factor from beginning to end.  Kinds of reuse with 10 points of tolerance.
 Nothing else may use the GPU meanwhile: it would be slower for a moment, and then not, which no such GPU is.
 """
 
@@ -45,4 +46,4 @@ def test_a_replay_on_a_gpu_equals_the_simulators(gpu: CudaDevice, path: Path) ->
         share = 100 * real.result.reuse[kind] / real.result.allocations
         assert share == pytest.approx(100 * same.reuse[kind] / same.allocations, abs=10), kind
     peaks = [result.peak_reserved_bytes for result in simulated]
-    assert min(peaks) <= real.result.peak_reserved_bytes <= max(peaks)
+    assert 0.98 * min(peaks) <= real.result.peak_reserved_bytes <= 1.02 * max(peaks)

@@ -394,7 +394,27 @@ MUTANTS: Final = (
     _m(
         "r7_what_was_freed_last_goes_to_whoever_asks",
         "bins: alloc 1 0; free 0; alloc 0 0; free 1; alloc 1 0",
-        (f"{FRONT}.acquire", "and bin_.owner is line", "and True"),
+        (f"{FRONT}.acquire", "bin_.owner is line\n", "True\n"),
+    ),
+    _m(
+        "r3_streams_that_take_turns_leave_no_stamp",
+        "turns: query 0; alloc 0 1; free 0; alloc 1 1; alloc 2 1; alloc 2 1; alloc 2 1",
+        (f"{FRONT}.acquire", "last.stamp = stamp", "pass"),
+    ),
+    _m(
+        "r3_streams_that_take_turns_leave_the_stamp_of_the_one_that_takes",
+        "turns: alloc 0 1; free 0; alloc 1 1; free 1; alloc 2 1; stats; alloc 2 1; alloc 2 1; alloc 2 1",
+        (f"{FRONT}.acquire", "stamp: VectorClock = theirs.here", "stamp: VectorClock = line.here"),
+    ),
+    _m(
+        "r3_streams_that_take_turns_forget_the_assumed_users",
+        "turns-assumed: alloc 0 1; free 0; alloc 1 1; tick; stats",
+        (f"{FRONT}.acquire", "stamp = made", "pass"),
+    ),
+    _m(
+        "r7_streams_that_take_turns_take_what_is_anybodys",
+        "turns: alloc 1 1; free 0; alloc 0 1; free 1; alloc 2 1; alloc 2 1",
+        (f"{FRONT}.acquire", "if mine is not None and mine.owner is line and", "if mine is not None and"),
     ),
     _m(
         "r3_what_was_freed_last_goes_back_past_the_stream_that_the_free_names",
@@ -517,7 +537,7 @@ MUTANTS: Final = (
         "r13_memory_in_flight_is_released",
         "pool: alloc 0 1; free 0; trim; alloc 0 1",
         (
-            f"{GROWTH}._take_one",
+            f"{GROWTH}._take_some",
             "for block in self._shelves.idle[kind].from_size(least):",
             "for own in self._shelves.own[kind].values():\n"
             "            for block in list(own.from_size(least)):\n"

@@ -51,6 +51,8 @@ class Universe:
     config: dict[str, Any] = field(default_factory=dict)
     assumed: bool = False
     bare: bool = False
+    turns: bool = False
+    """Before each program the streams have taken turns, and each has memory of its own."""
 
     def make_config(self) -> Config:
         """The pool's settings; no garbage collection on a failure, which would cost more than the program."""
@@ -299,12 +301,27 @@ class Player(Base):
             return f"violation: {gpu.violations[0]}"
         return None
 
+    def _take_turns(self) -> None:
+        """From here on a stream that is asked when another one's memory has just come back gets its own in one step."""
+        pool, size = self.pool, SIZES[self.universe.sizes[0]]
+        held = [pool.allocate(size, stream=stream) for stream in self.streams for _ in range(2)]
+        held.clear()
+        pool.drain_frees()
+        for stream in (*self.streams, *self.streams):
+            pool._frees.inside.busy = 0
+            pool.allocate(size, stream=stream)
+        pool.drain_frees()
+        self.gpu.run_until_idle()
+        pool._frees.inside.busy = 0
+
     def run(self, program: Program) -> str | None:
         """Play one program to its end, and see that nothing is left of it.  What went wrong, or None."""
         self.blocks.clear()
         self.answers.clear()
         pool, gpu = self.pool, self.gpu
         try:
+            if self.universe.turns:
+                self._take_turns()
             for step in program:
                 self.play((step,))
                 for one in getattr(self, "pools", (pool,)):  # one thread, between two calls: nobody is (gil.py)

@@ -83,6 +83,16 @@ UNIVERSES: Final = (
         "bins-halves", ("nb", "nb", "legacy"), ("alloc", "free", "wait_stream"), sizes=(0, 1), blocks=4, config=SMALL
     ),
     Universe("bins-ends", ("nb", "blocking", "legacy"), ("alloc", "free", "use", "wait_stream", "renew"), config=SMALL),
+    Universe("turns", NB3, (*ORDER, "tick"), config=SMALL, turns=True),
+    Universe("turns-legacy", LEGACY, ORDER, config={**SMALL, **EAGER}, turns=True),
+    Universe("turns-assumed", NB3, ORDER, assumed=True, config=SMALL, turns=True),
+    Universe(
+        "turns-ends",
+        ("nb", "blocking", "nb"),
+        ("alloc", "free", "wait_stream", "renew", "stats"),
+        config=SMALL,
+        turns=True,
+    ),
     Universe("quiet", LEGACY, ("alloc", "quiet", "free", "use", "sync", "wait_stream")),
     Universe("quiet-thread", THREAD, ("alloc", "quiet", "free", "use", "wait_stream")),
     Universe("quiet-assumed", LEGACY, ("quiet", "alloc", "free", "use", "wait_stream"), assumed=True, config=EAGER),

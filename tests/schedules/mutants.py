@@ -351,7 +351,12 @@ MUTANTS: Final = (
     _m(
         "lock_a_hit_does_not_look_whether_anybody_is_inside",
         "account: nobody_takes_anything_inside",
-        (f"{FRONT}.acquire", "blocks[-1 - (inside.busy << 50)]", "blocks[-1]"),
+        (f"{FRONT}.acquire", "block = blocks[LAST[inside.busy]]; del", "block = blocks[-1]; del"),
+    ),
+    _m(
+        "lock_streams_take_turns_while_somebody_is_inside",
+        "account: nobody_takes_anything_inside",
+        (f"{FRONT}.acquire", "block = blocks[LAST[inside.busy]]; back", "block = blocks[-1]; back"),
     ),
     _m(
         "lock_what_was_freed_last_goes_back_while_somebody_is_inside",
@@ -440,7 +445,11 @@ MUTANTS: Final = (
     _m(
         "drain_never_tells_that_marks_are_due",
         "account: marks_in_time",
-        (f"{FREES}._due", "frees >= self._frees_due or freed_bytes >= self._bytes_due or self.pressed()", "False"),
+        (
+            f"{FREES}._due",
+            "frees >= self._frees_due or freed_bytes >= self._accounts.bytes_due or self.pressed()",
+            "False",
+        ),
     ),
     _m(
         "drain_does_not_notice_the_second_stream",
@@ -511,7 +520,7 @@ MUTANTS: Final = (
     _m(
         "account_what_is_released_is_not_counted",
         "account: figures",
-        (f"{GROWTH}._detach", "self._accounts.release_bytes[reason] += size", "pass"),
+        (f"{GROWTH}._give_back", "accounts.release_bytes[reason] += freed", "pass"),
     ),
     _m(
         "account_what_bins_of_an_ended_stream_served_is_forgotten",
@@ -526,12 +535,12 @@ MUTANTS: Final = (
     _m(
         "account_memory_on_its_way_to_the_driver_counts_no_more",
         "account: limits",
-        (f"{GROWTH}._take_one", "self.growing += segment.size", "pass"),
+        (f"{GROWTH}._take_some", "self.growing += self._cut_out", "self._cut_out"),
     ),
     _m(
         "account_addresses_are_used_once",
         "account: address_space",
-        (f"{GROWTH}._detach", "self._space_of(ptr).give_back(ptr, ptr + size)", "pass"),
+        (f"{GROWTH}._give_back", "self._space_of(ptr).give_back(ptr, ptr + segment.size)", "pass"),
     ),
     _m(
         "account_neighbours_of_a_growth_that_fails_are_lost",

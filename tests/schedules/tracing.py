@@ -68,6 +68,14 @@ SECTIONS = ("drain_frees", "check", "stats", "snapshot", "trim", "grow")
 SIZE = 4096
 
 
+def take_turns(pool: CachingAllocator, own: Stream, second: Stream) -> None:
+    """From here on each of them gets its own memory in one step when the other's has just come back."""
+    for stream in (own, second, own, second):
+        pool._frees.inside.busy = 0  # nobody is
+        pool.allocate(SIZE, stream=stream)
+    pool.drain_frees()
+
+
 def nobody_takes_anything_inside(uses: str = "declared") -> str | None:
     """At every line inside the pool's lock, another thread asks for what a hit would get: it must get nothing.
 
@@ -84,6 +92,7 @@ def nobody_takes_anything_inside(uses: str = "declared") -> str | None:
         for one in kept[:4]:
             one.close()
         pool.drain_frees()
+        take_turns(pool, own, second)
         kept[4].close()
         lines, frees = (own.timeline, second.timeline), pool._frees
 

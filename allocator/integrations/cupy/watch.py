@@ -36,7 +36,8 @@ _log = logging.getLogger("allocator")
 MOST_BESIDE = 64
 """Events of ours on one stream at most, for the program's records: beyond them nothing is learnt for a while."""
 _MARK = "_weir"
-"""Attribute of a CuPy event: what its last record that we saw stands for."""
+"""Attribute of a CuPy event: what its last record that we saw stands for.  Of a stream: its timeline, if it has one of
+its own."""
 
 
 class Beside:
@@ -100,9 +101,6 @@ class Watch:
         self.learning = True
         self._originals: list[tuple[Any, str, Any]] = []
         self._unknown: list[tuple[weakref.ref[Any], Registry, Timeline]] = []
-        self._by_device: dict[int, dict[int, Timeline]] = {}
-        self._owners: tuple[dict[int, Timeline], ...] = ()
-        """By `id`, the streams of each device that have been seen."""
         self._late: deque[weakref.ref[Any]] = deque()
         """Streams that a finaliser inside our own locked section made or used: seen at the next call."""
         self._immortal: list[GraphToken] = []
@@ -120,6 +118,8 @@ class Watch:
         if self.on:
             return
         stream, event = self._classes.stream, self._classes.event
+        self._originals.append((stream, _MARK, None))
+        setattr(stream, _MARK, None)  # of those that have not been seen
         self._wrap(stream, "__init__", self._after_init)
         self._wrap_use(stream, "__enter__")
         self._wrap_use(stream, "use")
@@ -182,15 +182,14 @@ class Watch:
         @functools.wraps(original)
         def wrapper(stream: Any) -> Any:
             result = original(stream)
-            if not late and not unknown:
-                line = latest.line
-                if line is not None and line.owner is stream and not line.ended:
-                    return result
-                for owners in self._owners:
-                    line = owners.get(id(stream))
-                    if line is not None and line.owner is stream and not line.ended:
-                        latest.line = line
-                        return result
+            line: Timeline | None
+            try:
+                line = stream._weir
+            except AttributeError:  # the methods have been put back, and somebody has kept this one
+                line = None
+            if line is not None and line.owner is stream and not line.ended and not late and not unknown:
+                latest.line = line
+                return result
             self._used(stream)
             return result
 
@@ -228,7 +227,6 @@ class Watch:
             if line is None or line.owner is not stream or line.ended:
                 if registry.captures.all_known is not self._captures_known:
                     registry.captures.all_known = self._captures_known
-                self._note_owners(device.ordinal, registry.owners)
                 line = registry.resolve(stream)
         except Reentered:
             self._late.append(weakref.ref(stream))
@@ -238,15 +236,12 @@ class Watch:
             return None
         except (TypeError, ValueError):  # a stream that has been closed: it has no handle, so no work can be added
             return None
+        if line.owner is stream and getattr(stream, _MARK, None) is not line:
+            with contextlib.suppress(AttributeError):
+                setattr(stream, _MARK, line)
         if self._unknown:
             self._identify(stream, registry, line)
         return registry, line
-
-    def _note_owners(self, ordinal: int, owners: dict[int, Timeline]) -> None:
-        """Where streams of this device are found that have been seen.  A new tuple: other threads read the old one."""
-        if self._by_device.get(ordinal) is not owners:
-            self._by_device[ordinal] = owners
-            self._owners = tuple(self._by_device.values())
 
     def catch_up(self) -> None:
         """See what could not be seen when it was made, from inside our own locked section.  Before memory may move."""

@@ -94,14 +94,17 @@ def test_segments_inside_a_block_are_found() -> None:
     for i in range(1, 4):
         block = heap.merge(block, heap.add(Segment(i * UNIT, UNIT, i, 0)))
     assert [s.ptr for s in heap.inside(block)] == [0, UNIT, 2 * UNIT, 3 * UNIT]
-    assert heap.last_inside(block) is heap.holding(3 * UNIT)
+    last = [heap.holding(n * UNIT) for n in range(4)]
+    assert heap.last_inside(block, 1, 1) == last[3:] and heap.last_inside(block, 8, 1 << 40) == last
+    assert heap.last_inside(block, 2, 1 << 40) == last[2:] == heap.last_inside(block, 8, UNIT + 1)
+    assert heap.last_inside(block, 8, 2 * UNIT) == last[2:]
     rest = heap.split(block, 512)
-    assert [s.ptr for s in heap.inside(block)] == [] and heap.last_inside(block) is None
+    assert [s.ptr for s in heap.inside(block)] == [] and heap.last_inside(block, 8, 1 << 40) == []
     assert [s.ptr for s in heap.inside(rest)] == [UNIT, 2 * UNIT, 3 * UNIT]
     heap.split(rest, 2 * UNIT)  # up to the middle of the third
-    assert heap.last_inside(rest) is heap.holding(UNIT)
+    assert heap.last_inside(rest, 8, 1 << 40) == last[1:2]
     half = heap.split(rest, UNIT)  # from the middle of the second to that of the third
-    assert heap.last_inside(rest) is None and heap.last_inside(half) is None
+    assert heap.last_inside(rest, 8, 1 << 40) == [] == heap.last_inside(half, 8, 1 << 40)
     assert heap.holding(0).handle == 1 and heap.holding(2 * UNIT + 5).ptr == 2 * UNIT
 
 
@@ -110,7 +113,12 @@ def test_only_a_block_of_exactly_the_segment_lets_it_go() -> None:
     block = heap.add(Segment(0, UNIT, 1, 0))
     heap.split(block, 512)
     with pytest.raises(AssertionError):
-        heap.remove(heap.segments[0], block)
+        heap.remove([heap.segments[0]], block)
+
+
+def covers(segments: list[Segment], block: Block) -> bool:
+    """Do they reach from its first byte to its last?"""
+    return segments[0].ptr == block.ptr and segments[-1].end == block.end
 
 
 class ByteMap(RuleBasedStateMachine):
@@ -170,11 +178,12 @@ class ByteMap(RuleBasedStateMachine):
     @precondition(lambda self: self.segments)
     @rule(at=st.integers(0, 1 << 16))
     def remove(self, at: int) -> None:
-        whole = [b for b in self._blocks() if b.ptr in self.segments and self.segments[b.ptr].size == b.size]
+        whole = [(b, inside) for b in self._blocks() if (inside := self.heap.inside(b)) and covers(inside, b)]
         if not whole:
             return
-        block = whole[at % len(whole)]
-        self.heap.remove(self.segments.pop(block.ptr), block)
+        block, segments = whole[at % len(whole)]
+        assert segments == self.heap.last_inside(block, 99, block.size) == [self.segments.pop(s.ptr) for s in segments]
+        self.heap.remove(segments, block)
         for unit in range(block.ptr, block.end, 512):
             del self.pieces[unit]
 

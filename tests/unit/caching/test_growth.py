@@ -8,6 +8,7 @@ from types import FrameType
 import pytest
 
 from allocator import CachingAllocator, Config, DriverError, OutOfMemoryError, SimDevice, Stream
+from allocator.caching.growth import TOGETHER
 from tests.unit.caching.conftest import MIB, MakePool
 
 
@@ -150,10 +151,50 @@ def test_giving_back_takes_a_step_a_segment_however_many_there_are() -> None:
         finally:
             sys.setprofile(None)
         calls = {name: made - before.get(name, 0) for name, made in gpu.calls.items()}
-        assert calls["cuMemUnmap"] == calls["cuMemRelease"] == segments and calls["cuCtxPushCurrent"] <= 4
+        assert calls["cuMemUnmap"] * TOGETHER == calls["cuMemRelease"] == segments and calls["cuCtxPushCurrent"] <= 4
         pool.check()
         pool.close()
         return seen
 
     few, many = steps(32), steps(256)
     assert many < 9 * few, (few, many)
+
+
+@pytest.mark.parametrize(
+    ("call", "at", "given"),
+    [
+        ("cuMemUnmap", 1, 0),
+        ("cuMemUnmap", 2, TOGETHER),
+        *(("cuMemRelease", at, TOGETHER - 1) for at in range(1, TOGETHER + 1)),
+        *(("cuMemRelease", TOGETHER + at, 2 * TOGETHER - 1) for at in range(1, TOGETHER + 1)),
+    ],
+)
+def test_s10_what_the_driver_refuses_to_take_stays_and_nothing_else(
+    gpu: SimDevice, call: str, at: int, given: int
+) -> None:
+    """Neighbours are unmapped in one call and released one by one; what is unmapped is released all the same."""
+    size, count = 2 * MIB, 2 * TOGETHER
+    pool = CachingAllocator(gpu, Config())
+    held = [pool.allocate(size) for _ in range(count)]
+    held.clear()
+    gpu.fail(call, at=at, error="CUDA_ERROR_UNKNOWN")
+    assert pool.trim() == given * size
+    pool.check()
+    assert gpu.used_bytes == (count - given) * size == pool._growth.held
+    pool.trim()
+    assert gpu.used_bytes == 0
+    pool.check()
+    assert pool.stats().reserved_bytes == 0
+    whole = pool.allocate(count * size)  # all of the addresses can be used again
+    assert gpu.used_bytes == count * size
+    whole.close()
+    pool.close()
+
+
+def test_no_more_goes_back_than_was_asked_for(gpu: SimDevice, pool: CachingAllocator) -> None:
+    """A few segments are taken out at once, but no more than it takes."""
+    held = [pool.allocate(2 * MIB) for _ in range(3 * TOGETHER)]
+    held.clear()
+    assert pool.trim(keep=(2 * TOGETHER - 3) * 2 * MIB) == (TOGETHER + 3) * 2 * MIB
+    assert pool.trim(keep=(2 * TOGETHER - 4) * 2 * MIB + 512) == 2 * MIB
+    pool.check()

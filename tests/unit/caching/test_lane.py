@@ -220,7 +220,7 @@ def test_one_free_is_put_down_at_once_where_that_is_all_there_is_to_do(
         case "due":
             pool._frees._frees_due = 0
         case "bytes":
-            pool._frees._bytes_due = 0
+            pool._accounts.bytes_due = 0
     waiting, free = len(pool.frees), len(mine.bin.blocks) if mine.bin is not None else 0
     assert not pool._lock.held_here()  # type: ignore[attr-defined]
     pool._frees.inside.busy = int(reason == "busy")

@@ -23,7 +23,7 @@ from allocator.caching.lane import Lane
 from allocator.events import VectorClock
 from allocator.gil import COMPILED, STEPS_HOLD, Inside
 from allocator.streams import Timeline
-from tests.schedules.tracing import AtLine, nobody_takes_anything_inside
+from tests.schedules.tracing import AtLine, nobody_takes_anything_inside, take_turns
 
 pytestmark = [
     pytest.mark.skipif(COMPILED, reason="compiled code has no such steps"),
@@ -78,8 +78,15 @@ def branches(function: Any, lines: set[int]) -> list[str]:
 def test_from_the_look_at_busy_to_the_last_change_nothing_lets_others_in() -> None:
     turn = lines_from(Front.acquire, "busy = inside.busy", "return last")
     assert opens(Front.acquire, set(without(turn, "if block is not last", "return self._locked"))) == []
-    hit = lines_from(Front.acquire, "inside.busy << 50", "return block")
+    hit = lines_from(Front.acquire, "block = blocks[LAST[inside.busy]]; del", "return block")
     assert opens(Front.acquire, set(without(hit, "del blocks[-1]", "return None  # nothing there"))) == []
+    both = without(
+        lines_from(Front.acquire, "block = blocks[LAST[inside.busy]]; back", "bin_.blocks.append(last)"),
+        "del blocks[-1]", "return self._locked",
+    )  # fmt: skip
+    assert opens(Front.acquire, set(both) - {max(both)}) == []
+    calls = [step for step in opens(Front.acquire, {max(both)}) if ": CALL" in step]
+    assert len(calls) == 1, "the last change is a call: others come in after it"
     down = without(
         lines_from(Frees.put_down_last, "busy = self.inside.busy", "bin_.blocks.append(last)"),
         "if block is not last", "return False",
@@ -101,12 +108,16 @@ PLACES = {
 @pytest.mark.parametrize("function", PLACES, ids=lambda f: f.__qualname__)
 def test_what_is_in_the_place_is_read_and_changed_in_one_line_without_a_branch(function: Any) -> None:
     lines, first = inspect.getsourcelines(function)
-    (at,) = [n for n, text in enumerate(lines) if PLACES[function] in text]
-    assert opens(function, {first + at}) == [] and branches(function, {first + at}) == []
+    at = [n for n, text in enumerate(lines) if PLACES[function].replace("block = lane", "= lane") in text]
+    assert len(at) == (2 if function is Front.acquire else 1)
+    for n in at:
+        assert opens(function, {first + n}) == [] and branches(function, {first + n}) == []
 
 
 def test_what_is_taken_out_of_a_bin_is_so_too() -> None:
-    assert branches(Front.acquire, set(lines_from(Front.acquire, "inside.busy << 50", "del blocks[-1]"))) == []
+    lines, first = inspect.getsourcelines(Front.acquire)
+    at = {first + n for n, text in enumerate(lines) if "block = blocks[LAST[inside.busy]]" in text}
+    assert len(at) == 2 and branches(Front.acquire, at) == []
 
 
 def test_cupys_lease_does_so_as_well() -> None:
@@ -165,7 +176,7 @@ def _untraced() -> Iterator[None]:
 
 @pytest.mark.parametrize("uses", ["declared", "assumed"])
 @pytest.mark.parametrize("kind", INTRUSIONS)
-@pytest.mark.parametrize("freed", ["last", "other", "bin"])
+@pytest.mark.parametrize("freed", ["last", "other", "turns", "bin"])
 def test_another_thread_comes_in_at_any_line(uses: str, kind: str, freed: str) -> None:
     """A block is freed and one asked for; at one line after the other, another thread does something as well."""
     for nth in range(1, 200):
@@ -176,7 +187,9 @@ def test_another_thread_comes_in_at_any_line(uses: str, kind: str, freed: str) -
         for one in kept[:4]:
             one.close()
         pool.drain_frees()  # two in each bin, and the bins are noted
-        last = {"last": kept[4], "other": kept[5], "bin": None}[freed]
+        if freed == "turns":
+            take_turns(pool, own, second)
+        last = {"last": kept[4], "other": kept[5], "turns": kept[5], "bin": None}[freed]
         spare = kept[5] if last is kept[4] else kept[4]
         taken: list[Allocation] = []
 
@@ -294,18 +307,22 @@ def test_a_block_that_has_been_somebody_elses_meanwhile_is_not_taken_back(uses: 
     pytest.fail("more lines than were tried")
 
 
+@pytest.mark.parametrize("turns", [False, True], ids=["one stream", "turns"])
 @pytest.mark.parametrize("uses", ["declared", "assumed"])
-def test_a_stamp_is_no_older_than_its_free(uses: str) -> None:
+def test_a_stamp_is_no_older_than_its_free(uses: str, turns: bool) -> None:
     """Freed, its stream looked at, taken and used again by that stream behind a seqno that is over, and freed again."""
     for nth in range(1, 200):
         gpu = SimDevice(memory=1 << 28)
         pool = CachingAllocator(gpu, config=Config(uses=uses, seal_frees=10**6))
-        own = Stream(gpu)
-        Stream(gpu)
+        own, second = Stream(gpu), Stream(gpu)
         kept = [pool.allocate(n * SIZE, stream=own) for n in (1, 1, 2)]
         kept[0].close()
         kept[2].close()
+        if turns:
+            pool.allocate(SIZE, stream=second)
         pool.drain_frees()  # the bins are noted
+        if turns:
+            take_turns(pool, own, second)
         held: list[Any] = []
         used: list[Block] = []
 
@@ -325,7 +342,7 @@ def test_a_stamp_is_no_older_than_its_free(uses: str) -> None:
         pool._frees.inside.busy = 0
         with AtLine(pool, nth, intrude, hot) as at:
             kept[1].close()
-            held.append(pool.allocate(2 * SIZE, stream=own))
+            held.append(pool.allocate(SIZE, stream=second) if turns else pool.allocate(2 * SIZE, stream=own))
         assert at.failed == [] and len(used) <= 1
         pool.drain_frees()
         for block in used:  # the stream is busy with it

@@ -762,3 +762,51 @@ def test_a_stream_that_has_been_seen_is_not_looked_up_again_when_it_becomes_curr
             pass
     assert looked_up == [new, borrowed, borrowed, library.ptds, borrowed]
     library.stack()[:] = [library.null]
+
+
+def test_what_is_noted_on_a_stream_is_believed_of_that_stream_only(
+    pool: CachingAllocator, library: FakeCupy, gpu: SimDevice
+) -> None:
+    """`copy.copy` copies it as well."""
+    first, second = library.Stream(non_blocking=True), library.Stream(non_blocking=True)
+    with first:
+        one = cupy.empty(1000, dtype="u1")
+    second._weir = first._weir
+    with second:
+        two = cupy.empty(1000, dtype="u1")
+    owners = Registry.of(gpu).owners
+    lines = [array_.data.mem.lease._block.owner for array_ in (one, two)]
+    assert lines == [owners[id(first)], owners[id(second)]] and lines[0] is not lines[1]
+    assert second._weir is lines[1]
+
+
+def test_a_method_kept_from_before_the_others_were_put_back_still_works(
+    start: Start, library: FakeCupy, installation: Installation
+) -> None:
+    stream = library.Stream(non_blocking=True)
+    start()
+    enter = stream.__enter__
+    later = library.Stream(non_blocking=True)
+    installation.uninstall()
+    assert not installation.watch.on and not hasattr(library.BaseStream, "_weir")
+    del later
+    unseen = library.Stream(non_blocking=True)
+    assert enter() is stream and enter.__func__(unseen) is unseen
+    library.stack()[:] = [library.null]
+
+
+def test_a_stream_that_nothing_can_be_noted_on_is_looked_up_each_time(
+    start: Start, library: FakeCupy, gpu: SimDevice
+) -> None:
+    class Slotted(library.Stream):  # type: ignore[name-defined, misc]  # a class made at run time
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "_weir":
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    start()
+    stream = Slotted(non_blocking=True)
+    for _ in range(2):
+        with stream:
+            made = cupy.empty(1000, dtype="u1")
+        assert made.data.mem.lease._block.owner is Registry.of(gpu).owners[id(stream)]

@@ -88,6 +88,7 @@ def test_growing_and_giving_back_wait_for_nothing_and_the_driver_does() -> None:
     assert grown.figures["weir"].values == (0.0,) and grown.figures["weir"].notes == {"work_was_over_in_turns": 0}
     assert call.figures["weir"].values == (0.0,)
     assert call.figures["driver"].values == (2000.0,), "cuMemFree waits for all of it"
+    assert call.figures["driver-vmm"].values == (0.0,) == grown.figures["driver-vmm"].values
     assert {figures.ratio for figures in work.figures.values()} == {1.0} and "alone" in work.figures
 
 

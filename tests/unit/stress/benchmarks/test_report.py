@@ -72,6 +72,16 @@ def test_a_row_says_when_it_is_not_reached(change: str, value: float, row: int) 
     assert text.splitlines()[1 + row].count("NOT REACHED") == 1
 
 
+def test_what_the_driver_takes_of_a_trim_stands_beside_it() -> None:
+    found = everything()
+    assert "driver" not in acceptance.table(found, "plain", simulated=False)[10].remark
+    figures = {"driver": 2000.0, "driver-vmm": 13.44, "weir": 16.0}
+    found = [one for one in found if one.case != "10 GiB: the call"]
+    found.append(measured("trim", "core", "driver", figures, case="10 GiB: the call", unit="ms"))
+    row = acceptance.table(found, "plain", simulated=False)[10]
+    assert row.reached and row.remark == "10 GiB; the driver's calls alone take 13.4 ms"
+
+
 def test_the_compiled_build_has_its_own_aims() -> None:
     rows = acceptance.table(everything(), "compiled", simulated=False)
     assert [row.reached for row in rows[:5]] == [False] * 5
