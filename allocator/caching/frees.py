@@ -124,9 +124,7 @@ class Frees:
         queue = self.queue
         accounts = self._accounts
         while self.strays:
-            stray = self.strays.pop()
-            if stray.blocks and not stray.filled:
-                self._shelves.note_bin(stray)
+            self._take_in(self.strays.pop())
         while queue:
             try:
                 entry: tuple[Block, int, Timeline | Anyone | list[Holder] | None] = queue[0]
@@ -160,6 +158,18 @@ class Frees:
             with shield:
                 self._revisit()
         return self.crossing and self._due()
+
+    def _take_in(self, stray: Bin) -> None:
+        """Note a bin that may hold a block; if it has gone meanwhile, what it holds goes where it belongs."""
+        if stray.blocks and not stray.filled and self._shelves.note_bin(stray) is not stray:
+            with shield:
+                while stray.blocks:
+                    block = stray.blocks.pop()
+                    block.generation += 1
+                    block.bin = None
+                    self._accounts.mark()
+                    self._shelves.place(block)
+                    self._accounts.mark()
 
     def put_down_last(self) -> bool:
         """Put down the one free that lies in the lane; False if that is not all there is to do, and nothing is done.

@@ -161,6 +161,27 @@ def test_a_size_that_is_out_of_use_keeps_none_behind_it(gpu: SimDevice, pool: Ca
     assert linked and all(bin_.after is not None and bin_.after.open for bin_ in linked)
 
 
+def test_a_block_in_a_bin_that_has_gone_is_not_lost(gpu: SimDevice, pool: CachingAllocator) -> None:
+    """Another thread, let in by a tracer, empties the bins, and lets this one go, between the last look and the end."""
+    a = Stream(gpu)
+    turning(pool, a, Stream(gpu))
+    pool.drain_frees()
+    bin_ = next(b for _, b in bins(pool) if b.owner is a.timeline)
+    block = bin_.blocks.pop()
+    with pool._lock:
+        pool._shelves.flush()
+        pool._shelves._forget_unused()
+        pool._shelves._forget_unused()
+    assert not bin_.open and not bin_.filled
+    bin_.blocks.append(block)
+    pool._frees.strays.append(bin_)
+    pool.drain_frees()
+    pool.check()
+    gpu.run_until_idle()
+    pool.settle()
+    assert pool.trim() and pool.stats().reserved_bytes == 0 == gpu.used_bytes
+
+
 def test_what_may_yet_be_in_use_is_looked_at_again_all_the_same(gpu: SimDevice, pool: CachingAllocator) -> None:
     a, b = Stream(gpu), Stream(gpu)
     turning(pool, a, b)
