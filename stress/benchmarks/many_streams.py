@@ -21,17 +21,19 @@ from typing import Any, Final
 
 from allocator import Event
 from allocator.sizes import KIB, MIB
-from allocator.stress.benchmarks.cases import Allocator, Case, Door, Stage
+from allocator.stress.benchmarks.cases import Allocator, Case, Contender, Door, Stage
 from allocator.stress.benchmarks.loops import Run, around_streams, own_blocks, working_streams
 
 SIZE: Final = 4 * KIB
 ROUND: Final = 16
 ONE: Final = "one-stream"
-"""This pool, used by one stream: what it is called where it is its own peer."""
+"""One stream of this pool: what it is called where the pool is its own peer."""
 PERIOD: Final = 4 * 64
 """Operations.  With several streams marks are due every 64 frees: four times in the shortest turn."""
 STEADY: Final = 64 * 64
 """Operations after which marks are as rare as they get while every stream finds its own memory (decision 0008)."""
+CALM: Final = 8 * 64
+"""Operations a stream, where there are many, after which that is so: marks are due every 8 frees a stream at first."""
 ROUNDS: Final = (
     ("each", 256 * KIB, 1),
     (f"one in {ROUND}", 256 * KIB, ROUND),
@@ -61,31 +63,28 @@ def streams(stage: Stage) -> Iterator[Case]:
 def _beside_one(stage: Stage, count: int) -> Iterator[Case]:
     """The most streams beside one, in turns: two cases one after the other would tell how the clock has drifted.
 
-    A pool for each.  Not on made-up addresses, where one pool is installed from beginning to end.
+    One pool for both: it stays installed, as taking it off and on again would empty its bins in every turn.
     """
     for door in stage.doors:
-        if stage.simulated and not door.takes_stream:
-            continue
         with (
             door.streams(count) as many,
             door.streams(1) as one,
-            door.allocators(several=True, entering=True) as for_many,
-            door.allocators(several=True, entering=True) as for_one,
+            door.allocators(several=True, entering=True) as found,
         ):
-            contenders = []
-            for name, found, made in (("weir", for_many, many), (ONE, for_one, one)):
-                for allocator in found:
-                    if allocator.name == "weir":
-                        with allocator.around():
-                            own_blocks(allocator, SIZE, made, door.takes_stream)
-                        contender = allocator.contender(around_streams(allocator, SIZE, made, door.takes_stream))
-                        contender.name = name
-                        contenders.append(contender)
-            if contenders:
-                yield Case(
-                    f"{count:,} streams beside one", contenders, ONE, door.name,
-                    operations=2 * count, least=max(PERIOD, count), warm=max(2 * count, STEADY),
-                )  # fmt: skip
+            for allocator in found:
+                if allocator.name != "weir":
+                    continue
+                with allocator.around():
+                    contenders = []
+                    for name, made in (("weir", many), (ONE, one)):
+                        own_blocks(allocator, SIZE, made, door.takes_stream)
+                        run = around_streams(allocator, SIZE, made, door.takes_stream)
+                        contenders.append(Contender(name, run, notes=allocator.notes))
+                    contenders[0].run(CALM * count)
+                    yield Case(
+                        f"{count:,} streams beside one", contenders, ONE, door.name,
+                        operations=2 * count, least=max(PERIOD, count), warm=2 * count,
+                    )  # fmt: skip
 
 
 def round_robin(stage: Stage) -> Iterator[Case]:
