@@ -8,14 +8,16 @@ CODE := allocator tests
 SAMPLE := allocator/traces/samples/serve-8-streams.csv.gz
 PICTURE := out/serve-8-streams.svg
 
-.PHONY: run test lint types unit compiled clean
+.PHONY: run test lint types unit prometheus compiled clean
 
 run: $(READY)
 	@mkdir -p out
 	$(BIN)/weir replay $(SAMPLE) --plot $(PICTURE)
 
+# Prometheus mostly waits, in real time, and compiling takes one core: at the same time, each with its output in one piece.
 test: lint types unit
-	MYPYC_OPT_LEVEL=1 $(MAKE) compiled ONLY="tests/conformance tests/unit/caching"
+	MYPYC_OPT_LEVEL=1 $(MAKE) --jobs=2 --output-sync=target prometheus compiled \
+	  ONLY="tests/conformance tests/unit/caching $(ONCE)"
 
 # ruff does not follow links, so the folders metrics and stress are named; mypy does, and knows them
 # as allocator.metrics and allocator.stress.
@@ -32,7 +34,9 @@ MEASURED := tests/scenarios tests/unit
 LONG := tests/scenarios/test_running_for_ever.py tests/unit/traces/test_needs.py tests/unit/stress/benchmarks/test_on_gpu.py tests/unit/test_packaging.py
 OFTEN := tests/scenarios/test_faults.py tests/unit/caching/test_steps.py tests/unit/integrations/cupy/test_memory.py \
   tests/unit/stress/benchmarks/test_benchmarks.py tests/unit/test_collector.py tests/unit/traces/test_samples.py
-OTHERS := $(LONG) tests/browser tests/conformance tests/faults tests/fuzz tests/gpu tests/model tests/prometheus
+# Of the wheel that the compiled tests are built with.
+ONCE := tests/unit/test_compiled_install.py
+OTHERS := $(LONG) tests/browser tests/conformance tests/faults tests/fuzz tests/gpu tests/model
 # They decide which thread takes the next step, or count: in a process where a server of another test runs they could not.
 ALONE := tests/schedules $(OFTEN)
 
@@ -42,14 +46,18 @@ WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null) && echo $$((2 * n
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 unit: $(READY)
-	$(PYTEST) --cov --cov-report=term --cov-report=json:coverage.json $(MEASURED) $(LONG:%=--ignore=%) $(OFTEN:%=--ignore=%)
+	$(PYTEST) --cov --cov-report=term --cov-report=json:coverage.json $(MEASURED) $(patsubst %,--ignore=%,$(LONG) $(OFTEN) $(ONCE))
 	$(BIN)/python -m tests.coverage_check coverage.json --lines 97 --branches 92
 	$(PYTEST) $(OTHERS)
 	$(PYTEST) $(ALONE)
 
+# In one process: each would start a server and a scene of its own.
+prometheus: $(READY)
+	$(BIN)/python -m pytest tests/prometheus
+
 # Everything that a compiled module can change, on the compiled build.  ONLY: other tests, or one of them.
 ONLY := tests/conformance tests/scenarios tests/unit/blocks tests/unit/caching tests/unit/events \
-  tests/unit/integrations tests/unit/streams tests/unit/test_allocation.py tests/unit/test_collector.py
+  tests/unit/integrations tests/unit/streams tests/unit/test_allocation.py tests/unit/test_collector.py $(ONCE)
 compiled: $(READY)
 	$(BIN)/python tests/compiled.py --numprocesses $(WORKERS) -q $(ONLY) $(LONG:%=--ignore=%)
 

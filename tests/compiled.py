@@ -1,7 +1,8 @@
 """Run the tests on the compiled build: `python tests/compiled.py [pytest's arguments]`, as `make compiled` does.
 
-The checkout is copied to build/compiled, compiled there beside its source, and tested there: an editable install always
-runs the source.  Tests that change the source to see that a test notices are left out there, with that reason.
+The checkout is copied to build/compiled, a wheel is built of it as `pip install` does, and what is compiled in that is
+put beside the source and tested there: an editable install always runs the source.  Tests that change the source to see
+that a test notices are left out there, with that reason.
 Without a compiler it says so and passes: nobody needs one.  `.ci/run` installs one.
 """
 
@@ -12,11 +13,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 COPY: Final = ROOT / "build" / "compiled"
+WHEEL: Final = "COMPILED_WHEEL"
+"""The environment variable that names that wheel to the tests."""
 NEEDED: Final = (
     "allocator", "metrics", "stress", "src", "tests", "docs", "pyproject.toml", "setup.py", "mypyc.ini", "MANIFEST.in",
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", ".ci",
@@ -47,11 +51,15 @@ def main(arguments: list[str]) -> int:
             shutil.copytree(ROOT / name, COPY / name, symlinks=True, ignore=leave)
         else:
             shutil.copy(ROOT / name, COPY / name)
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    out = COPY / "wheel"
+    command = [sys.executable, "-m", "build", "--quiet", "--no-isolation", "--wheel", "--outdir", str(out), str(COPY)]
     build = subprocess.run(command, cwd=COPY, env=os.environ | {"WEIR_COMPILE": "1"}, check=False)
     if build.returncode:
         return build.returncode
-    environment = os.environ | {"PYTHONPATH": str(COPY / "src")}
+    (wheel,) = out.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(COPY, [name for name in packed.namelist() if name.endswith(".so")])
+    environment = os.environ | {"PYTHONPATH": str(COPY / "src"), WHEEL: str(wheel)}
     look = "from allocator.gil import COMPILED; import sys; sys.exit(not COMPILED)"
     if subprocess.run([sys.executable, "-c", look], cwd=COPY / "tests", env=environment, check=False).returncode:
         print("what is imported is not what was compiled", file=sys.stderr)

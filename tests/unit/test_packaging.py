@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.compiled import what_is_missing
-
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     "allocator", "metrics", "stress", "src", "pyproject.toml", "setup.py", "mypyc.ini", "MANIFEST.in", "README.md",
@@ -57,7 +55,12 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> s
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is built, so that building leaves nothing in the checkout; links stay links."""
-    copy = tmp_path_factory.mktemp("source")
+    return copy_source(tmp_path_factory.mktemp("source"))
+
+
+def copy_source(copy: Path) -> Path:
+    """The same, there."""
+    copy.mkdir(exist_ok=True)
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -149,48 +152,6 @@ def test_an_installed_wheel_lives_beside_the_users_own_modules(source: Path, use
     run(python, "-c", BARE, cwd=empty)
 
 
-COMPILED_PROGRAM = """
-import gc
-from allocator import CachingAllocator, SimDevice, Stream
-from allocator.gil import COMPILED
-assert COMPILED
-gpu = SimDevice()
-with CachingAllocator(gpu) as pool:
-    streams = [Stream(gpu) for _ in range(3)]
-    held = []
-    for i in range(3000):
-        held.append(pool.allocate(512 * (1 + i % 7), stream=streams[i % 3]))
-        gpu.launch(streams[i % 3], 1000, writes=[held[-1]])
-        if len(held) > 20:
-            del held[i % 20]
-        if i % 100 == 0:
-            pool.check()
-    cycle = [pool.allocate(512, stream=streams[0])]
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
-    held.clear()
-    gpu.run_until_idle()
-    assert pool.allocated_bytes == 0
-    pool.check()
-    kinds = pool.stats().allocations
-    assert kinds["same_stream"] > 1000 and sum(kinds.values()) == 3001, kinds
-assert gpu.races == []
-"""
-
-
-@pytest.mark.skipif(what_is_missing() is not None, reason=f"the compiled build needs {what_is_missing()}")
-def test_an_install_with_a_compiler_runs_compiled(source: Path, tmp_path: Path) -> None:
-    python, site = environment(tmp_path / "env")
-    wheel = build(source, tmp_path, "--wheel", compiled=True)
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"allocator", "-".join(wheel.name.split("-")[:2]) + ".dist-info"}
-    assert any(name.startswith("allocator/caching/front.") and name.endswith(".so") for name in names)
-    zipfile.ZipFile(wheel).extractall(site)
-    (tmp_path / "program.py").write_text(COMPILED_PROGRAM)
-    run(python, "program.py", cwd=tmp_path)
-
-
 def test_an_editable_install_lives_beside_the_users_own_modules(source: Path, user: Path) -> None:
     python, _ = environment(user / "env")
     install = ("-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index")
@@ -216,7 +177,7 @@ def test_type_checkers_resolve_an_editable_install(source: Path, user: Path) -> 
     )
     said = run(
         sys.executable, "-m", "mypy", "--strict", "--cache-dir", user / "cache", "--python-executable", python,
-        "typed.py", cwd=user,
+        "--follow-imports", "skip", "typed.py", cwd=user,
     )  # fmt: skip
     assert "Success" in said
 
