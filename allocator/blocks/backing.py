@@ -10,6 +10,7 @@ Next: pages.py (which addresses), heap.py (blocks).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from allocator.blocks.pages import Segment
@@ -78,17 +79,38 @@ class VirtualMemory:
 
     def unmap(self, segments: Sequence[Segment]) -> None:
         """`cuMemUnmap`."""
-        begin = segments[0].ptr
-        self._device.mem_unmap(begin, segments[-1].end - begin)
+        begin, end = segments[0].ptr, segments[-1].end
         for segment in segments:
-            segment.ptr = 0
+            segment.unsure = True
+        try:
+            self._device.mem_unmap(begin, end - begin)
+        except DriverError:
+            for segment in segments:
+                segment.unsure = False
+            raise
+        for segment in segments:
+            segment.ptr = 0  # unmapped: a second try only releases
+            segment.unsure = False
 
     def detach(self, segment: Segment) -> None:
         """`cuMemUnmap`, unless that is done; `cuMemRelease`."""
+        if segment.unsure:
+            with suppress(DriverError):  # it was done
+                self._device.mem_unmap(segment.ptr, segment.size)
+            segment.ptr = 0
+            segment.unsure = False
         if segment.ptr:
-            self._device.mem_unmap(segment.ptr, segment.size)
-            segment.ptr = 0  # unmapped: a second try only releases
-        self._device.mem_release(segment.handle)
+            self.unmap([segment])
+        handle, segment.handle = (
+            segment.handle,
+            0,
+        )  # should this be interrupted: never twice, it may be another's by then
+        if handle:
+            try:
+                self._device.mem_release(handle)
+            except DriverError:
+                segment.handle = handle
+                raise
 
     def unreserve(self, base: int, size: int) -> None:
         """`cuMemAddressFree`."""

@@ -21,10 +21,10 @@ class Segment:
     """One piece from the driver: `handle` is a VMM handle, or 0 for a plain allocation.
 
     ptr: 0 once it has been unmapped.  usable: False if it never became memory to hand out, and only waits for the
-    driver to take it back.
+    driver to take it back.  unsure: nobody knows whether it is mapped, as unmapping it was interrupted.
     """
 
-    __slots__ = ("handle", "kind", "ptr", "size", "usable")
+    __slots__ = ("handle", "kind", "ptr", "size", "unsure", "usable")
 
     def __init__(self, ptr: int, size: int, handle: int, kind: int) -> None:
         self.ptr = ptr
@@ -32,6 +32,7 @@ class Segment:
         self.handle = handle
         self.kind = kind
         self.usable = True
+        self.unsure = False
 
     @property
     def end(self) -> int:

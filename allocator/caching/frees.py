@@ -181,10 +181,9 @@ class Frees:
         lane = self.lane
         if lane is None or self.limbo or self.bounded:
             return False
-        last = lane.block
+        last = lane.block; kept = lane.generation  # the entry, before whatever is read of the block  # noqa: E702  # fmt: skip
         if last is None:
             return False
-        kept = last.generation  # before whatever is read of the block, and of its stream
         bin_ = last.bin
         if bin_ is None or not bin_.filled or lane.rest:
             return False

@@ -145,9 +145,8 @@ class Front:
         bin_: Bin | None
         before: Bin | None = None
         try:
-            last = lane.block
+            last = lane.block; kept = lane.generation  # the entry, before whatever is read of the block  # noqa: E702  # fmt: skip
             if last is not None:
-                kept = last.generation  # before whatever is read of the block
                 bin_ = last.bin
                 freed = last.requested
                 if bin_ is not None:
@@ -195,7 +194,8 @@ class Front:
                                 stamp = made
                         if (
                             blocks
-                            and bin_.filled  # so its stream may have ended, but not been forgotten
+                            and bin_.filled
+                            and not theirs.ended
                             and not line.ended
                             and not lane.rest
                             and accounts.frees < accounts.calm

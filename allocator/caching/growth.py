@@ -19,13 +19,14 @@ from allocator.caching.shelves import Shelves
 from allocator.config import Config
 from allocator.devices import Device
 from allocator.errors import DriverError
-from allocator.sizes import round_up
+from allocator.sizes import MIB, round_up
 from allocator.streams import Registry, Timeline
 from allocator.sync import LockLike
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 TOGETHER: Final = 8
-"""Segments taken out of the pool at once to be given back: about half a millisecond, in which nobody gets them."""
+TOGETHER_BYTES: Final = 256 * MIB
+"""Segments, and bytes of them, taken out of the pool at once to be given back: half a millisecond, without them."""
 
 
 class Growth:
@@ -211,7 +212,7 @@ class Growth:
                 while freed < most:
                     with self._lock.checked():
                         self._accounts.mark()
-                        leaving = self._take_some(most - freed)
+                        leaving = self._take_some(min(most - freed, TOGETHER_BYTES))
                         self._accounts.mark()
                     given, whole = self._give_back(leaving, reason, neighbours=True)
                     freed += given
@@ -236,17 +237,16 @@ class Growth:
             with device.scope():  # again: a finaliser may have left another context current
                 if neighbours and len(segments) > 1:
                     try:
-                        self._unmap(segments)
-                    except DriverError as error:
+                        self.backing.unmap(segments)
+                    except DriverError as error:  # then one by one
                         self._registry.failed(error)
-                        refused = True
-                while leaving and (not refused or not leaving[-1][1].usable or not leaving[-1][1].ptr):
+                while leaving and not (refused and self._of_use(leaving[-1][1])):
                     ptr, segment = leaving.pop()
                     if self._detach(segment, ptr, reason):
                         gone.append((ptr, segment))
                     else:
                         refused = True
-        finally:  # whatever is found while memory is verified
+        finally:  # whatever is found while memory is verified, or interrupts where nothing can put that off
             freed = sum(segment.size for _, segment in gone)
             if gone:
                 with self._lock.checked():
@@ -262,8 +262,14 @@ class Growth:
                 self._keep(segment, ptr)
         return freed, not refused
 
-    def _unmap(self, segments: list[Segment]) -> None:
-        self.backing.unmap(segments)
+    @staticmethod
+    def _of_use(segment: Segment) -> bool:
+        """Is it memory that can be handed out again?"""
+        return segment.usable and segment.ptr != 0 and not segment.unsure
+
+    def _at_once(self) -> int:
+        """How many segments are taken out of the pool together."""
+        return TOGETHER
 
     def _detach(self, segment: Segment, ptr: int, reason: str) -> bool:
         """Give one segment back that is out of the heap; False if the driver refused, and it is kept.  In a scope.
@@ -276,6 +282,9 @@ class Growth:
             self._registry.failed(error)
             self._keep(segment, ptr)
             return False
+        except BaseException:  # Ctrl-C, where nothing can put it off
+            self._keep(segment, ptr)
+            raise
         return True
 
     def _take_unreleased(self) -> list[Segment]:
@@ -285,12 +294,12 @@ class Growth:
         return leaving
 
     def _take_some(self, most: int) -> list[Segment]:
-        """Take neighbouring idle segments out of the heap, at the highest addresses of a block: TOGETHER at most, and
-        no more than it takes for `most` bytes.  Under the lock."""
+        """Take neighbouring idle segments out of the heap, at the highest addresses of a block: a few, and no more than
+        it takes for `most` bytes.  Under the lock."""
         least = self._device.granularity if self._heap.joined else 1
         for kind in KINDS:
             for block in self._shelves.idle[kind].from_size(least):
-                segments = self._heap.last_inside(block, TOGETHER, most)
+                segments = self._heap.last_inside(block, self._at_once(), most)
                 if segments:
                     self.growing += self._cut_out(segments, block)  # still held, until the driver has it back
                     return segments
@@ -326,7 +335,7 @@ class Growth:
         with self._lock.checked():
             self._accounts.mark()
             self.growing -= segment.size
-            if segment.ptr and segment.usable:
+            if self._of_use(segment):
                 block = self._heap.add(segment)
                 block.state = IDLE
                 self._shelves.place(block)

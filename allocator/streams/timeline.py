@@ -143,6 +143,10 @@ class Timeline:
         self.poisoned: str | None = None
         """The driver's error that made the stream's progress unknowable (R11)."""
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a stream object, which may carry its timeline, carries none."""
+        return type(None), ()
+
     @property
     def keeper(self) -> object:
         """What live memory keeps, so that the stream stays known: the owner, or nothing (R9)."""

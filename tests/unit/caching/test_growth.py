@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import FrameType
 
 import pytest
 
 from allocator import CachingAllocator, Config, DriverError, OutOfMemoryError, SimDevice, Stream
-from allocator.caching.growth import TOGETHER
+from allocator.caching.growth import TOGETHER, TOGETHER_BYTES
 from tests.unit.caching.conftest import MIB, MakePool
 
 
@@ -161,23 +162,24 @@ def test_giving_back_takes_a_step_a_segment_however_many_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "at", "given"),
+    ("call", "at", "times", "given"),
     [
-        ("cuMemUnmap", 1, 0),
-        ("cuMemUnmap", 2, TOGETHER),
-        *(("cuMemRelease", at, TOGETHER - 1) for at in range(1, TOGETHER + 1)),
-        *(("cuMemRelease", TOGETHER + at, 2 * TOGETHER - 1) for at in range(1, TOGETHER + 1)),
+        ("cuMemUnmap", 1, 1, 2 * TOGETHER),  # all together; then one by one
+        ("cuMemUnmap", 1, 2, 0),
+        ("cuMemUnmap", 2, 2, TOGETHER),
+        *(("cuMemRelease", at, 1, TOGETHER - 1) for at in range(1, TOGETHER + 1)),
+        *(("cuMemRelease", TOGETHER + at, 1, 2 * TOGETHER - 1) for at in range(1, TOGETHER + 1)),
     ],
 )
 def test_s10_what_the_driver_refuses_to_take_stays_and_nothing_else(
-    gpu: SimDevice, call: str, at: int, given: int
+    gpu: SimDevice, call: str, at: int, times: int, given: int
 ) -> None:
     """Neighbours are unmapped in one call and released one by one; what is unmapped is released all the same."""
     size, count = 2 * MIB, 2 * TOGETHER
     pool = CachingAllocator(gpu, Config())
     held = [pool.allocate(size) for _ in range(count)]
     held.clear()
-    gpu.fail(call, at=at, error="CUDA_ERROR_UNKNOWN")
+    gpu.fail(call, at=at, error="CUDA_ERROR_UNKNOWN", times=times)
     assert pool.trim() == given * size
     pool.check()
     assert gpu.used_bytes == (count - given) * size == pool._growth.held
@@ -188,6 +190,55 @@ def test_s10_what_the_driver_refuses_to_take_stays_and_nothing_else(
     whole = pool.allocate(count * size)  # all of the addresses can be used again
     assert gpu.used_bytes == count * size
     whole.close()
+    pool.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("count", [1, 2 * TOGETHER])
+def test_memory_that_may_have_been_unmapped_is_never_handed_out(
+    monkeypatch: pytest.MonkeyPatch, when: str, at: int, count: int
+) -> None:
+    """Where nothing can put Ctrl-C off, it comes out of the call itself, and nobody knows whether the call was made."""
+    gpu = SimDevice(memory=256 * MIB)
+    size, calls, unmap = 2 * MIB, [0], gpu.mem_unmap
+
+    def interrupted(ptr: int, nbytes: int) -> None:
+        calls[0] += 1
+        if calls[0] != at or when == "after":
+            unmap(ptr, nbytes)
+        if calls[0] == at:
+            raise KeyboardInterrupt
+
+    pool, stream = CachingAllocator(gpu, Config()), Stream(gpu)
+    held = [pool.allocate(size, stream) for _ in range(count)]
+    held.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu, "mem_unmap", interrupted)
+        with pytest.raises(KeyboardInterrupt) if count > TOGETHER * (at - 1) else nullcontext():
+            pool.trim()
+    pool.check()
+    assert pool._growth.growing == 0
+    again = [pool.allocate(size, stream) for _ in range(count + 3)]
+    gpu.launch(stream, 1000, writes=again)
+    again.clear()
+    gpu.run_until_idle()
+    pool.trim()
+    pool.check()
+    assert gpu.used_bytes == 0 == pool.stats().reserved_bytes
+    pool.close()
+    assert all("is not made of whole mapped handles" in one for one in gpu.violations), "but for the second try"
+    assert bool(gpu.violations) == (when == "after" and count > TOGETHER * (at - 1)) and gpu.races == []
+
+
+def test_large_segments_do_not_leave_many_at_a_time(gpu: SimDevice) -> None:
+    """Nobody else can have what is on its way."""
+    gpu = SimDevice(memory=1 << 34)
+    pool = CachingAllocator(gpu, Config(large_page=128 * MIB))
+    held = [pool.allocate(128 * MIB) for _ in range(8)]
+    held.clear()
+    assert pool.trim() == 1 << 30
+    assert gpu.calls["cuMemUnmap"] == 8 * 128 * MIB // TOGETHER_BYTES
     pool.close()
 
 

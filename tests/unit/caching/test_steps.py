@@ -351,3 +351,54 @@ def test_a_stamp_is_no_older_than_its_free(uses: str, turns: bool) -> None:
         if at.passed < nth:
             return
     pytest.fail("more lines than were tried")
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["one stream", "turns"])
+@pytest.mark.parametrize("first", range(26))
+def test_a_stamp_is_no_older_than_its_free_whoever_comes_twice(turns: bool, first: int) -> None:
+    """As above, but the block is passed on at one line, and used and freed again at a later one."""
+    for second_at in range(first + 2, first + 60):
+        gpu = SimDevice(memory=1 << 28)
+        pool = CachingAllocator(gpu, config=Config(uses="declared", seal_frees=10**6))
+        own, other = Stream(gpu), Stream(gpu)
+        kept = [pool.allocate(n * SIZE, stream=own) for n in (1, 1, 2)]
+        kept[0].close()
+        kept[2].close()
+        pool.allocate(SIZE, stream=other)
+        pool.drain_frees()
+        if turns:
+            take_turns(pool, own, other)
+        block = kept[1]._block
+        held: list[Any] = []
+        mine: list[Allocation] = []
+        passed = [0]
+
+        def intrude(
+            pool: CachingAllocator = pool, gpu: SimDevice = gpu, own: Stream = own, held: list[Any] = held,
+            mine: list[Allocation] = mine, block: Block = block, passed: list[int] = passed, until: int = second_at,
+        ) -> None:  # fmt: skip
+            passed[0] += 1
+            if passed[0] == first + 1:
+                pool.drain_frees()
+                mine.extend(pool.allocate(SIZE, stream=own) for _ in range(2))
+                held.append(a_hit(pool, own))
+            elif passed[0] == until + 1 and any(one._block is block for one in mine):
+                own.query()
+                gpu.launch(own, 10**9, writes=mine)
+                mine.clear()
+
+        pool._frees.inside.busy = 0
+        with AtLine(pool, 0, intrude, hot) as at:
+            kept[1].close()
+            held.append(pool.allocate(SIZE, stream=other) if turns else pool.allocate(2 * SIZE, stream=own))
+        assert at.failed == []
+        held += mine
+        pool.drain_frees()
+        if not any(one._block is block for one in held):  # the stream is busy with it, if it was used
+            busy = own.timeline is not None and not own.query()
+            assert not (busy and pool._registry.order.done(block.stamp)), f"lines {first}, {second_at}"
+        gpu.run_until_idle()
+        assert gpu.races == []
+        if at.passed < second_at:
+            return
+    pytest.fail("more lines than were tried")

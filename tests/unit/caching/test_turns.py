@@ -55,6 +55,11 @@ class Twin:
         """Free one of those that are kept."""
         self.live.pop(at).close()
 
+    def renew(self, stream: int) -> None:
+        """End a stream, with whatever is in its bins, and in the place; another one comes."""
+        self.streams[stream].close()
+        self.streams[stream] = Stream(self.gpu)
+
     def figures(self) -> list[Any]:
         """All that the two must agree on, without looking at it through the pool: that would put frees down."""
         pool, base = self.pool, self.pool._growth._range[0]
@@ -113,6 +118,9 @@ def test_it_comes_to_the_same(config: str, seed: int, monkeypatch: pytest.Monkey
             drop = draw.randrange(len(one.live))
             one.drop(drop)
             other.drop(drop)
+        if draw.random() < 0.01:
+            one.renew(stream - 1)
+            other.renew(stream - 1)
         ptrs = []
         for which, twin in enumerate((one, other)):
             before = downs[0]
@@ -126,7 +134,7 @@ def test_it_comes_to_the_same(config: str, seed: int, monkeypatch: pytest.Monkey
                 twin.pool.check()
         if n % 130 == 129:
             assert one.pool.stats() == other.pool.stats(), n
-    assert asked[0] < asked[1] - 20 or config == "bounded", asked  # the others were put down in one step
+    assert asked[0] < asked[1] - 8 or config == "bounded", asked  # the others were put down in one step
     for twin in (one, other):
         twin.live.clear()
         twin.gpu.run_until_idle()

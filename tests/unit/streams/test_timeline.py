@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -259,3 +262,12 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
+
+
+def test_a_copy_of_what_carries_a_timeline_carries_none() -> None:
+    """A stream object of CuPy's does: its copy would be believed to own a timeline that no registry knows."""
+    line = Timeline(7, Kind.NON_BLOCKING)
+    stream = SimpleNamespace(_weir=line)
+    line.owner = stream
+    copied = copy.deepcopy(stream)
+    assert copied._weir is None and stream._weir is line and copy.copy(stream)._weir.owner is stream
