@@ -101,10 +101,8 @@ class VirtualMemory:
             segment.unsure = False
         if segment.ptr:
             self.unmap([segment])
-        handle, segment.handle = (
-            segment.handle,
-            0,
-        )  # should this be interrupted: never twice, it may be another's by then
+        handle = segment.handle
+        segment.handle = 0  # should this be interrupted: not released twice, as it may be another's by then
         if handle:
             try:
                 self._device.mem_release(handle)
@@ -138,7 +136,14 @@ class PlainMemory:
 
     def detach(self, segment: Segment) -> None:
         """`cuMemFree`."""
-        self._device.mem_free(segment.ptr)
+        ptr = segment.ptr
+        segment.ptr = 0  # as with handles above
+        if ptr:
+            try:
+                self._device.mem_free(ptr)
+            except DriverError:
+                segment.ptr = ptr
+                raise
 
     def unreserve(self, base: int, size: int) -> None:
         """No driver call."""

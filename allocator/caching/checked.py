@@ -56,7 +56,7 @@ class CheckedGrowth(Growth):
         Raises CorruptionError; not where a closed pool is emptied, in some later call of any pool: that only logs.
         """
         size = segment.size
-        if not segment.ptr:
+        if not segment.ptr or segment.unsure:  # verified before, or there is nothing to read
             return super()._detach(segment, ptr, reason)
         canary = self.canary
         try:
@@ -64,6 +64,9 @@ class CheckedGrowth(Growth):
         except DriverError:  # unread is not verified: it stays, and is tried again
             self._keep(segment, ptr)
             return False
+        except BaseException:  # Ctrl-C, where nothing can put it off
+            self._keep(segment, ptr)
+            raise
         if damage is None:
             with self._lock.checked():  # now: once it is given back, another thread may grow into these very addresses
                 canary.gone(ptr, ptr + size)
