@@ -223,15 +223,17 @@ class Growth:
         return freed
 
     def _give_back(self, segments: list[Segment], reason: str, *, neighbours: bool) -> tuple[int, bool]:
-        """Give segments back that are out of the heap, the last one first; the bytes, and whether that was all.
+        """Give segments back that are out of the heap, the last one first; the bytes, and whether there may be more.
 
         After the first that the driver refuses the others stay as well, unless they are of no use to the pool.
         neighbours: they touch, so that one call can unmap them all.
         """
+        if not segments:
+            return 0, False
         device, accounts = self._device, self._accounts
         leaving = [(segment.ptr, segment) for segment in segments]
         gone: list[tuple[int, Segment]] = []
-        refused = not leaving
+        refused = False
         started = device.clock_ns()
         try:
             with device.scope():  # again: a finaliser may have left another context current
