@@ -132,8 +132,8 @@ class Front:
         None for a stream that has ended.  No driver call: where marks are due (R13), `obtain` makes them.
 
         Without the lock where that can be: a block is taken in one line, with the look at `busy`, and nothing from then
-        to the last change gives the interpreter's lock away (gil.py).  That a block is still in the generation in which
-        it was looked at says that nobody has had it since.
+        to the last change gives the interpreter's lock away (gil.py).  That the entry is still there, and the block in
+        the generation that it names, says that nobody has had it since.
         """
         lane = self.lane
         if self.careful:

@@ -118,8 +118,8 @@ class Watch:
         if self.on:
             return
         stream, event = self._classes.stream, self._classes.event
-        self._originals.append((stream, _MARK, None))
         setattr(stream, _MARK, None)  # of those that have not been seen
+        self._originals.append((stream, _MARK, None))
         self._wrap(stream, "__init__", self._after_init)
         self._wrap_use(stream, "__enter__")
         self._wrap_use(stream, "use")
