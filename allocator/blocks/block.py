@@ -124,11 +124,11 @@ class Bin:
         "filled",
         "hits",
         "home",
-        "open",
         "owner",
         "request",
         "seen",
         "size",
+        "taker",
         "turns",
     )
 
@@ -142,8 +142,8 @@ class Bin:
         """The stamps here name the users that are only assumed as well."""
         self.filled = False
         """Noted as one that may hold blocks, until all bins are emptied."""
-        self.open = True
-        """Found under its owner and size: no longer once it has gone."""
+        self.taker: Owner | None = owner
+        """Who finds it under its size: the owner; nobody any more once it has gone."""
         self.hits = 0
         """Allocations served from here, but for `turns`."""
         self.turns = 0

@@ -77,6 +77,6 @@ class Capturing:
             lines = self._registry.lines
             block.users = {number: user for number, user in block.users.items() if number in lines}
         block.users[line.number] = line
-        if line.keep:
+        if line.keeper is not None:
             block.kept = [*(block.kept or ()), line.keeper]
         block.bin = None  # several users: no bin may hold it (R7)

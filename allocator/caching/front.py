@@ -44,6 +44,7 @@ class Front:
         "_assumed",
         "_at_hand",
         "_below",
+        "_careful",
         "_clears",
         "_context",
         "_declared",
@@ -60,7 +61,6 @@ class Front:
         "_vain",
         "accounts",
         "announce",
-        "careful",
         "inside",
         "lane",
     )
@@ -97,13 +97,24 @@ class Front:
         self._queue: Any = frees.queue
         self._put_down: Any = frees.put_down
         self.lane = frees.lane
+        """Where a free may lie that `acquire` can take back; None where there is no such place, and while `careful`."""
         self._declared: dict[Owner, Bins]
         self._assumed: dict[Owner, Bins]
         self._declared, self._assumed = shelves.bins
         self._passed = 0
-        self.careful = False
+        self._careful = False
         self.announce: Any = None
         """What a device that watches is told of each hand-out: (ptr, size, whoever holds it); None for none."""
+
+    @property
+    def careful(self) -> bool:
+        """Has something to be looked at before an allocation?"""
+        return self._careful
+
+    @careful.setter
+    def careful(self, careful: bool) -> None:
+        # In one line, so that another thread, or Ctrl-C, comes before both or after.
+        self._careful = careful; self.lane = None if careful else self._frees.lane  # noqa: E702  # fmt: skip
 
     def allocate(self, make: Any, pool: object, nbytes: int, line: Timeline, stream: object, assumed: bool) -> Any:
         """What `make` makes of the block that `acquire` or `fetch` finds; None if they find none.
@@ -136,29 +147,24 @@ class Front:
         the generation that it names, says that nobody has had it since.
         """
         lane = self.lane
-        if self.careful:
-            return None
         if lane is None:
-            return self._locked(nbytes, line, assumed)
+            return None if self._careful else self._locked(nbytes, line, assumed)
         block: Block | None = None
-        inside = self.inside
         bin_: Bin | None
-        before: Bin | None = None
         try:
             last = lane.block; kept = lane.generation  # the entry, before whatever is read of the block  # noqa: E702  # fmt: skip
             if last is not None:
                 bin_ = last.bin
-                freed = last.requested
                 if bin_ is not None:
+                    freed = last.requested
                     if (
-                        bin_.owner is line
+                        bin_.taker is line
                         and (freed == nbytes or bin_.size == (nbytes + 511) & -512)
                         and bin_.assumed is assumed
-                        and bin_.open
                         and not line.ended
                         and not lane.rest
                     ):
-                        busy = inside.busy; block = lane.block; then = lane.generation; lane.block = None  # noqa: E702  # fmt: skip
+                        busy = self.inside.busy; block = lane.block; then = lane.generation; lane.block = None  # noqa: E702  # fmt: skip
                         if block is not last or then != kept or last.generation != kept or busy:
                             if block is not None:  # somebody else's, or not now
                                 entry, block = (block, then, None), None  # ours no more, should Ctrl-C come after it
@@ -202,7 +208,7 @@ class Front:
                             and accounts.freed_sum + freed < accounts.bytes_due
                         ):
                             try:
-                                block = blocks[LAST[inside.busy]]; back = lane.block; then = lane.generation; lane.block = None; del blocks[-1]  # noqa: E501, E702  # fmt: skip
+                                block = blocks[LAST[self.inside.busy]]; back = lane.block; then = lane.generation; lane.block = None; del blocks[-1]  # noqa: E501, E702  # fmt: skip
                             except IndexError:
                                 return self._locked(nbytes, line, assumed)
                             mine.hits += 1
@@ -227,7 +233,9 @@ class Front:
                             return block
                 if not self._frees.put_down_last():
                     return self._locked(nbytes, line, assumed) if lane.rest or self._frees.bounded else None
-                before = bin_
+            else:
+                bin_ = None
+            before = bin_
             size = (nbytes + 511) & -512
             sizes = (self._assumed if assumed else self._declared).get(line)  # a line of another device finds nothing
             bin_ = sizes.by_size.get(size) if sizes is not None else None
@@ -237,7 +245,7 @@ class Front:
                 return None
             blocks = bin_.blocks
             try:
-                block = blocks[LAST[inside.busy]]; del blocks[-1]  # noqa: E702  # fmt: skip
+                block = blocks[LAST[self.inside.busy]]; del blocks[-1]  # noqa: E702  # fmt: skip
             except IndexError:
                 return None  # nothing there, or not now
             accounts = self.accounts
@@ -247,7 +255,7 @@ class Front:
             accounts.allocated = allocated = accounts.allocated + size
             if allocated > accounts.high:
                 accounts.high = allocated
-            if before is not None and before.size == size and before.assumed is assumed and before.open:
+            if before is not None and before.size == size and before.assumed is assumed and before.taker is not None:
                 before.after = bin_
             return block
         except BaseException:
@@ -305,7 +313,7 @@ class Front:
         Memory may come from another stream.  Under the lock, if it can be had at once.
         """
         if (
-            self.careful
+            self._careful
             or nbytes <= 0
             or line.ended
             or self._registry.lines.get(line.number) is not line  # of another device: its number is some other stream's
@@ -324,7 +332,7 @@ class Front:
                         self.inside.busy = 1
                         self.inside.entered += 1
                         # Looked at again, inside: what makes an allocation careful may have come since.
-                        if not self.careful and not self._registry.captures.active and not frees.drain():
+                        if not self._careful and not self._registry.captures.active and not frees.drain():
                             block = self._find(nbytes, line, assumed)
                     finally:
                         if self._clears:

@@ -439,7 +439,7 @@ class CachingAllocator:
             if block.users is None:
                 block.users = {}
             block.users[line.number] = line
-            if line.keep:
+            if line.keeper is not None:
                 block.kept = [*(block.kept or ()), line.keeper]
             block.bin = None  # several users: no bin may hold it (R7)
 

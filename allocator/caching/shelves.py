@@ -265,7 +265,7 @@ class Shelves:
     def _gone(self, bin_: Bin) -> None:
         """What a bin that goes has served still counts."""
         self._open -= 1
-        bin_.open = False
+        bin_.taker = None
         bin_.after = None  # or one that has gone keeps the next one, and so on
         served = bin_.hits + bin_.turns
         self.past_hits[(bin_.size - 1).bit_length()] += served

@@ -199,9 +199,9 @@ class Registry:
         return line
 
     def _own(self, line: Timeline, owner: object) -> None:
-        line.owner = owner
         # An array kept on its own stream object would keep that object, and so itself, for ever.
-        line.keep = not dies_with(owner)
+        line.keeper = None if dies_with(owner) else owner
+        line.owner = owner
         self.owners[id(owner)] = line
 
     def new_graph_line(self) -> Timeline:
@@ -360,7 +360,7 @@ class Registry:
 
     def release_owner(self, line: Timeline) -> object:
         """Take the owner out, for the caller to drop outside the lock (R9).  Under the lock."""
-        owner, line.owner, line.keep = line.owner, None, False
+        owner, line.owner, line.keeper = line.owner, None, None
         if owner is not None:
             self.owners.pop(id(owner), None)
         return owner
@@ -460,8 +460,9 @@ class Registry:
 
 
 def _references(line: Timeline) -> int:
+    """How many references there are to the owner, as seen from here; the timeline's count as one."""
     owner = line.owner
-    return sys.getrefcount(owner)
+    return sys.getrefcount(owner) - (line.keeper is not None)
 
 
 def _references_if_alone() -> int:

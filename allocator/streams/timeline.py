@@ -101,7 +101,7 @@ class Timeline:
         "here_assumed",
         "identity",
         "in_flight",
-        "keep",
+        "keeper",
         "kind",
         "name",
         "number",
@@ -121,8 +121,9 @@ class Timeline:
         self.name = name
         self.owner: object = None
         """The object that keeps the handle alive; None for bare handles and special streams (R9)."""
-        self.keep = False
-        """Has live memory to keep the owner?  Not where the program ends the stream by letting the object go."""
+        self.keeper: object = None
+        """What live memory keeps, so that the stream stays known (R9): the owner; None where the stream ends when the
+        program lets that go."""
         self.pending = 1
         self.sealed = 0
         self.completed = 0
@@ -146,11 +147,6 @@ class Timeline:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of a stream object, which may carry its timeline, carries none."""
         return type(None), ()
-
-    @property
-    def keeper(self) -> object:
-        """What live memory keeps, so that the stream stays known: the owner, or nothing (R9)."""
-        return self.owner if self.keep else None
 
     @property
     def closed(self) -> int:

@@ -394,7 +394,7 @@ MUTANTS: Final = (
     _m(
         "r7_what_was_freed_last_goes_to_whoever_asks",
         "bins: alloc 1 0; free 0; alloc 0 0; free 1; alloc 1 0",
-        (f"{FRONT}.acquire", "bin_.owner is line\n", "True\n"),
+        (f"{FRONT}.acquire", "bin_.taker is line\n", "True\n"),
     ),
     _m(
         "r3_streams_that_take_turns_leave_no_stamp",

@@ -351,12 +351,12 @@ MUTANTS: Final = (
     _m(
         "lock_a_hit_does_not_look_whether_anybody_is_inside",
         "account: nobody_takes_anything_inside",
-        (f"{FRONT}.acquire", "block = blocks[LAST[inside.busy]]; del", "block = blocks[-1]; del"),
+        (f"{FRONT}.acquire", "block = blocks[LAST[self.inside.busy]]; del", "block = blocks[-1]; del"),
     ),
     _m(
         "lock_streams_take_turns_while_somebody_is_inside",
         "account: nobody_takes_anything_inside",
-        (f"{FRONT}.acquire", "block = blocks[LAST[inside.busy]]; back", "block = blocks[-1]; back"),
+        (f"{FRONT}.acquire", "block = blocks[LAST[self.inside.busy]]; back", "block = blocks[-1]; back"),
     ),
     _m(
         "lock_what_was_freed_last_goes_back_while_somebody_is_inside",

@@ -2,32 +2,34 @@
 
 CuPy asks for bytes and says nothing else: the stream is its current one, the device that stream's.  Its programs
 declare no uses: every stream seen is an assumed user (R3), which watch.py sees to.
-Hot path: `Hook.malloc`, `Front.acquire`, `Lease.__del__`.
+Hot path: `Hook.malloc`, `Front.acquire`, `Lease.__del__`.  What it makes depends on the build: see memory.py.
 Next: memory.py (what arrays hold), watch.py (which streams there are), pool.py (the pool that CuPy users know).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from allocator.blocks import Block
 from allocator.devices import PER_THREAD
 from allocator.errors import OutOfMemoryError, Reentered
+from allocator.gil import COMPILED
 from allocator.integrations.cupy import library
 from allocator.integrations.cupy.lease import HOOKS, Lease, Route
-from allocator.integrations.cupy.memory import Memory, WatchedMemory
+from allocator.integrations.cupy.memory import Memory, nothing
 from allocator.sizes import check_request, round_up
 from allocator.streams import Stream, Timeline, target
 
 HOOKS.registered = library.get_memory_hooks
+_POINTER: Final[Any] = library.MemoryPointer
 
 
 class Hook:
     """CuPy's allocator.  current_stream: what says on which stream memory is asked for.
 
-    route_of: the pool for a stream.  alone: the one route, where there is only one device.
-    null: CuPy's object for the legacy stream.
+    route_of: the pool for a stream.  null: CuPy's object for the legacy stream.
+    alone: the one route, where there is only one device and CuPy's memory hooks have never been used.
     """
 
     def __init__(
@@ -36,9 +38,6 @@ class Hook:
         self.current_stream = current_stream
         self._route_of = route_of
         self._legacy = null
-        self._memory: Any = Memory
-        self._watched: Any = WatchedMemory
-        self._pointer: Any = library.MemoryPointer
         self.alone: Route | None = None
         self.before_any: Callable[[], None] = lambda: None
         """Called before memory may come from another stream: what was seen late has to be known by then."""
@@ -49,11 +48,11 @@ class Hook:
         0 bytes are pointer 0.  Driver calls: those of `CachingAllocator.allocate`.  Raises CuPy's
         OutOfMemoryError, and what `allocate` raises otherwise.
         """
-        if HOOKS.seen and HOOKS.registered():
-            return self._malloc_watched(nbytes)
         stream = self.current_stream()
         route = self.alone
         if route is None:
+            if HOOKS.seen and HOOKS.registered():
+                return self._malloc_watched(nbytes)
             route = self._route_of(stream)
         line: Timeline | None
         if stream is self._legacy:
@@ -67,35 +66,41 @@ class Hook:
                     latest.line = line
                 else:
                     line = _at_once(stream, route)
-        if line is None or type(nbytes) is not int:
-            return self._pointer(self._take_slowly(nbytes, stream, route), 0)
+                    if line is None:
+                        return _POINTER(self._take_slowly(nbytes, stream, route), 0)
+        if type(nbytes) is not int:
+            return _POINTER(self._take_slowly(nbytes, stream, route), 0)
         block: Block | None = None
         try:
-            front, assumed = route.front, route.assumed
-            block = front.acquire(nbytes, line, assumed)  # none for 0 bytes
+            block = route.front.acquire(nbytes, line, route.assumed)  # none for 0 bytes
             if block is None:
                 self.before_any()
-                block = front.fetch(nbytes, line, assumed)
-            if block is not None:
-                lease = Lease()  # as in `_take`, without a call
-                lease.route = route
-                lease._block = block
-                lease._generation = block.generation
-                if line.keep:
-                    lease.kept = line.owner
-                if front.announce is None:
-                    return self._pointer(self._memory(block.ptr, block.size, lease, route.ordinal), 0)
-                memory = self._watched(block.ptr, block.size, lease, route.ordinal)
-                front.announce(block.ptr, block.size, memory)
-                return self._pointer(memory, 0)
+                block = route.front.fetch(nbytes, line, route.assumed)
+                if block is None:
+                    return _POINTER(self._take_missed(nbytes, stream, line, route), 0)
+            # As `_hold`, without a call.
+            if COMPILED:
+                lease = Lease()
+                lease.kept = line.keeper
+                memory = route.make(block.ptr, block.size, lease, route.ordinal)
+            else:
+                lease = memory = route.make(block.ptr, block.size, line.keeper, route.ordinal)
+            lease.route = route
+            lease._block = block
+            lease._generation = block.generation
+            return _POINTER(memory, 0)
         except BaseException as error:
             if block is not None:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
                 route.put_down((block, block.generation, None))
             if not isinstance(error, Reentered):
                 raise
+        return _POINTER(self._take_missed(nbytes, stream, line, route), 0)
+
+    def _take_missed(self, nbytes: Any, stream: object, line: Timeline, route: Route) -> Any:
+        """`_take_slowly`; the timeline of a stream that has ended is looked up anew from now on."""
         if line.ended:
-            route.latest.line = None  # looked up anew from now on
-        return self._pointer(self._take_slowly(nbytes, stream, route), 0)
+            route.latest.line = None
+        return self._take_slowly(nbytes, stream, route)
 
     def _take_slowly(self, nbytes: Any, stream: object, route: Route) -> Any:
         """Everything but a hit.  Nothing that fails here leaves memory behind, nor a reference in its error (S07).
@@ -110,7 +115,7 @@ class Hook:
 
     def _take(self, nbytes: int, stream: object, route: Route) -> Any:
         if nbytes == 0:
-            return Memory(0, 0, None, route.ordinal)
+            return nothing(route.ordinal)
         self.before_any()
         pool = route.pool
         line, given = target(pool.device, stream)
@@ -119,17 +124,7 @@ class Hook:
         memory: Any = None
         try:
             block = pool.obtain(nbytes, line, given, True)
-            lease = Lease()
-            lease.route = route
-            lease._block = block
-            lease._generation = block.generation
-            if line.keep:
-                lease.kept = line.owner
-            announce = route.front.announce
-            make = self._memory if announce is None else self._watched
-            memory = make(block.ptr, block.size, lease, route.ordinal)
-            if announce is not None:
-                announce(block.ptr, block.size, memory)
+            memory = _hold(block, line, route)
         except OutOfMemoryError as error:
             failure = (round_up(nbytes), error.stats["reserved"], error.limit, str(error))
         except BaseException:
@@ -168,7 +163,21 @@ class Hook:
                     hook.alloc_postprocess(device_id=device, mem_size=rounded, mem_ptr=ptr)
             for hook in hooks:
                 hook.malloc_postprocess(device_id=device, size=nbytes, mem_size=rounded, mem_ptr=ptr, pmem_id=key)
-        return self._pointer(memory, 0)
+        return _POINTER(memory, 0)
+
+
+def _hold(block: Block, line: Timeline, route: Route) -> Any:
+    """The memory object that holds a block from now on."""
+    if COMPILED:
+        lease = Lease()
+        lease.kept = line.keeper
+        memory = route.make(block.ptr, block.size, lease, route.ordinal)
+    else:
+        lease = memory = route.make(block.ptr, block.size, line.keeper, route.ordinal)
+    lease.route = route
+    lease._block = block
+    lease._generation = block.generation
+    return memory
 
 
 def _at_once(stream: Any, route: Route) -> Timeline | None:

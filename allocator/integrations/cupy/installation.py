@@ -22,7 +22,7 @@ from allocator.devices import CudaDevice, Device
 from allocator.integrations.cupy import library
 from allocator.integrations.cupy.hook import Hook
 from allocator.integrations.cupy.lease import HOOKS, Latest, Route
-from allocator.integrations.cupy.memory import Memory
+from allocator.integrations.cupy.memory import Memory, maker
 from allocator.integrations.cupy.pool import MemoryPool
 from allocator.integrations.cupy.watch import Classes, Watch
 from allocator.streams import Registry
@@ -51,7 +51,7 @@ class Installation:
             self._device_of,
             lambda: self._device_of(self.hook.current_stream()),
             library.captures_are_known,
-            _memory_hooks_are_in_use,
+            self._memory_hooks_are_in_use,
             self._latest,
         )
         self.hook.before_any = self.watch.catch_up
@@ -82,6 +82,8 @@ class Installation:
                 library.set_allocator(self.malloc)  # ValueError inside `using_allocator`
             except BaseException:
                 self.hook.current_stream, self._simulated, self.hook.alone, self._routes, self._made = before
+                if HOOKS.seen:
+                    self.hook.alone = None
                 raise
             if first:
                 self._before = found
@@ -91,10 +93,10 @@ class Installation:
     def _use(self, pool: CachingAllocator) -> None:
         ordinal = pool.device.ordinal
         self._retire(ordinal)
-        self._routes[ordinal] = route = Route(pool, self._latest)
+        self._routes[ordinal] = route = Route(pool, maker(pool), self._latest)
         self._simulated = pool.device if pool.device.simulated else None
         only = len(self._routes) == 1 if self._simulated is not None else library.device_count() == 1
-        self.hook.alone = route if only else None
+        self.hook.alone = route if only and not HOOKS.seen else None
 
     def _retire(self, ordinal: int) -> None:
         """Another pool takes this one's place; its arrays stay with it."""
@@ -174,10 +176,11 @@ class Installation:
                 route = self._routes.get(ordinal)
                 if route is None:
                     device = CudaDevice(ordinal)
-                    route = Route(CachingAllocator(device, self._config(device), name=f"cupy:{ordinal}"), self._latest)
+                    pool = CachingAllocator(device, self._config(device), name=f"cupy:{ordinal}")
+                    route = Route(pool, maker(pool), self._latest)
                     self._made.add(ordinal)
                     self._routes[ordinal] = route
-                    if library.device_count() == 1:
+                    if library.device_count() == 1 and not HOOKS.seen:
                         self.hook.alone = route
         return route
 
@@ -192,6 +195,12 @@ class Installation:
             pool = self._before[1] if self._before is not None else library.default_pool()
             limit = int(pool.get_limit()) if pool is not self.face else 0
         return replace(config, limit=limit) if limit else config
+
+    def _memory_hooks_are_in_use(self) -> None:
+        """From now on each allocation looks for them, in this process."""
+        HOOKS.seen = True
+        with self._lock:
+            self.hook.alone = None
 
     # -- what users call on arrays -----------------------------------------------------------------
 
@@ -224,7 +233,3 @@ def _at_rest(pool: CachingAllocator) -> bool:
         return pool.allocated_bytes == 0 and not captures.active and not captures.numbers
     except Exception:  # forked: nothing here will be used again
         return True
-
-
-def _memory_hooks_are_in_use() -> None:
-    HOOKS.seen = True

@@ -1,14 +1,17 @@
 """The memory that CuPy's arrays hold.
 
-An array keeps a `Memory` alive, and that keeps a `Lease`, whose end is the free.  CuPy's own `UnownedMemory` carries
-the two together: an object of Python with a finaliser of its own takes twice as long to make and to end, and CuPy's
+An array keeps a `Memory` alive, whose end is the free.  Where source runs that is a `Lease` itself: it has a lease's
+fields and functions.  Compiled, it carries a lease that is compiled as well, because an object with a finaliser of
+Python's takes longer there to make and to end than both (docs/decisions/0022).  It is an `UnownedMemory`, as CuPy's
 `PythonFunctionAllocator` loses frees (FACTS).  Next: lease.py (the free), hook.py (where it is made).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from allocator.caching import CachingAllocator
+from allocator.gil import COMPILED
 from allocator.integrations.cupy import library
 from allocator.integrations.cupy.lease import Lease
 
@@ -31,16 +34,21 @@ else:
 class Memory(_UnownedMemory):
     """Memory that a CuPy array holds: `ptr`, `size` and `device_id` are CuPy's."""
 
-    __slots__ = ()
+    __slots__ = () if COMPILED else ("_block", "_generation", "key", "route")
 
     identity = "Weir"
     """CuPy's pools tell here what kind of memory theirs is."""
 
+    if not COMPILED:
+        end = Lease.end
+        _give_back = Lease._give_back
+        __del__ = Lease.__del__
+
     @property
     def lease(self) -> Lease | None:
         """What holds the block; None for memory of 0 bytes."""
-        owner: Lease | None = self._owner
-        return owner
+        held: Any = self._owner if COMPILED else self if hasattr(self, "_block") else None
+        return held  # type: ignore[no-any-return]  # where source runs it is one in all but name
 
     @property
     def pool(self) -> Any:
@@ -52,13 +60,13 @@ class Memory(_UnownedMemory):
     def requested(self) -> int:
         """Bytes asked for; 0 once given back."""
         lease = self.lease
-        return 0 if lease is None else lease.requested
+        return 0 if lease is None or lease._generation < 0 else lease._block.requested
 
     @property
     def closed(self) -> bool:
         """True once it has been given back."""
         lease = self.lease
-        return lease is None or lease.closed
+        return lease is None or lease._generation < 0
 
     def free(self) -> None:
         """Give it back at once, as CuPy's own pooled memory can.  Twice is harmless."""
@@ -66,6 +74,10 @@ class Memory(_UnownedMemory):
         if lease is not None:
             lease.end()
         self.ptr = 0
+
+    def __reduce__(self) -> NoReturn:
+        """Refused: a copy would not hold the block."""
+        raise TypeError("memory cannot be copied or pickled; copy the array")
 
     def __repr__(self) -> str:
         return f"<Memory {self.ptr:#x} of {self.size} bytes{' closed' if self.closed else ''}>"
@@ -75,3 +87,28 @@ class WatchedMemory(Memory):
     """The same where a device watches who holds memory: it can be told of its end, which takes a little longer."""
 
     __slots__ = ("__weakref__",)
+
+
+def nothing(ordinal: int) -> Any:
+    """Memory of 0 bytes."""
+    memory: Any = Memory(0, 0, None, ordinal)
+    if not COMPILED:
+        memory._generation = -1  # its end has nothing to give back
+    return memory
+
+
+def maker(pool: CachingAllocator) -> Any:
+    """What makes a pool's memory objects, of (address, bytes, what to keep alive, ordinal): `Memory`; or, where the
+    device watches, a function that tells it of each.  Asked once, when the pool is taken into use.
+    """
+    if pool.announce is None:
+        return Memory
+
+    def make(ptr: int, size: int, owner: object, ordinal: int) -> Memory:
+        memory = WatchedMemory(ptr, size, owner, ordinal)
+        announce = pool.announce
+        if announce is not None:
+            announce(ptr, size, memory)
+        return memory
+
+    return make

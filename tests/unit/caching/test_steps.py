@@ -76,12 +76,12 @@ def branches(function: Any, lines: set[int]) -> list[str]:
 
 
 def test_from_the_look_at_busy_to_the_last_change_nothing_lets_others_in() -> None:
-    turn = lines_from(Front.acquire, "busy = inside.busy", "return last")
+    turn = lines_from(Front.acquire, "busy = self.inside.busy", "return last")
     assert opens(Front.acquire, set(without(turn, "if block is not last", "return self._locked"))) == []
-    hit = lines_from(Front.acquire, "block = blocks[LAST[inside.busy]]; del", "return block")
+    hit = lines_from(Front.acquire, "block = blocks[LAST[self.inside.busy]]; del", "return block")
     assert opens(Front.acquire, set(without(hit, "del blocks[-1]", "return None  # nothing there"))) == []
     both = without(
-        lines_from(Front.acquire, "block = blocks[LAST[inside.busy]]; back", "bin_.blocks.append(last)"),
+        lines_from(Front.acquire, "block = blocks[LAST[self.inside.busy]]; back", "bin_.blocks.append(last)"),
         "del blocks[-1]", "return self._locked",
     )  # fmt: skip
     assert opens(Front.acquire, set(both) - {max(both)}) == []
@@ -116,7 +116,7 @@ def test_what_is_in_the_place_is_read_and_changed_in_one_line_without_a_branch(f
 
 def test_what_is_taken_out_of_a_bin_is_so_too() -> None:
     lines, first = inspect.getsourcelines(Front.acquire)
-    at = {first + n for n, text in enumerate(lines) if "block = blocks[LAST[inside.busy]]" in text}
+    at = {first + n for n, text in enumerate(lines) if "block = blocks[LAST[self.inside.busy]]" in text}
     assert len(at) == 2 and branches(Front.acquire, at) == []
 
 

@@ -166,7 +166,7 @@ def test_a_size_that_is_out_of_use_keeps_none_behind_it(gpu: SimDevice, pool: Ca
     assert not list(bins(pool))
     turning(pool, a, b)
     linked = [bin_ for _, bin_ in bins(pool) if bin_.after is not None]
-    assert linked and all(bin_.after is not None and bin_.after.open for bin_ in linked)
+    assert linked and all(bin_.after is not None and bin_.after.taker is not None for bin_ in linked)
 
 
 def test_a_block_in_a_bin_that_has_gone_is_not_lost(gpu: SimDevice, pool: CachingAllocator) -> None:
@@ -180,7 +180,7 @@ def test_a_block_in_a_bin_that_has_gone_is_not_lost(gpu: SimDevice, pool: Cachin
         pool._shelves.flush()
         pool._shelves._forget_unused()
         pool._shelves._forget_unused()
-    assert not bin_.open and not bin_.filled
+    assert bin_.taker is None and not bin_.filled
     bin_.blocks.append(block)
     pool._frees.strays.append(bin_)
     pool.drain_frees()

@@ -6,6 +6,7 @@ import ast
 import gc
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from allocator import CachingAllocator, Config, SimDevice, Stream
 from allocator.streams import Registry, Sealing
 from allocator.streams.timeline import MOST_ENTRIES
+from tests.model.programs import Foreign
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -118,3 +120,30 @@ def test_a_finaliser_inside_the_section_of_the_timelines_may_make_a_pool() -> No
     with registry.lock:
         pool = CachingAllocator(gpu, Config())
     assert registry.all_pools() == [pool]
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_r9_somebody_elses_stream_is_let_go_once_neither_they_nor_memory_have_it(carried: bool) -> None:
+    gpu = SimDevice()
+    registry, pool, own = Registry.of(gpu), CachingAllocator(gpu, Config()), Stream(gpu)
+    seen: list[weakref.ref[Foreign]] = []
+    held = []
+    for _ in range(5):
+        foreign = Foreign(gpu, non_blocking=True)
+        seen.append(weakref.ref(foreign))
+        memory = pool.allocate(1000, stream=own if carried else foreign)
+        if carried:
+            memory.record_stream(foreign)
+        held.append(memory)
+    del foreign
+    pool.stats()
+    assert all(ref() is not None for ref in seen) and len(registry.owners) == 5 + 1
+    held[0].close()
+    del memory, held[:1]
+    pool.allocate(5000, stream=own)  # what memory has kept is dropped at the next allocation that is more than a hit
+    pool.stats()
+    assert [ref() is None for ref in seen] == [True] + 4 * [False]
+    held.clear()
+    pool.allocate(9000, stream=own)
+    pool.stats()
+    assert all(ref() is None for ref in seen) and len(registry.owners) == 1

@@ -16,6 +16,7 @@ else:
     import cupy
 
     from allocator.integrations.cupy.installation import Installation
+    from allocator.integrations.cupy.lease import HOOKS
     from allocator.integrations.cupy.watch import Classes
     from tests.unit.integrations.cupy.fakes import FakeCupy
 
@@ -39,8 +40,10 @@ Start = Callable[..., CachingAllocator]
 
 
 @pytest.fixture
-def installation(library: FakeCupy) -> Iterator[Installation]:
-    """An installation of its own, not switched on yet."""
+def installation(library: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installation]:
+    """An installation of its own, not switched on yet, in a process where nobody has used CuPy's memory hooks."""
+    gc.collect()  # an earlier test's would be found
+    monkeypatch.setattr(HOOKS, "seen", False)
     before = (cupy.cuda.get_allocator(), cupy.get_default_memory_pool())
     found = Installation(
         Classes(

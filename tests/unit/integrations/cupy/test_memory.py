@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import pickle
 import threading
+import warnings
 from typing import Any
 
 import cupy
 import pytest
 
 from allocator import CachingAllocator, SimDevice
+from allocator.integrations.cupy.installation import Installation
 from allocator.integrations.cupy.lease import HOOKS
 from allocator.integrations.cupy.memory import Memory
 from tests.unit.integrations.cupy.conftest import Start
@@ -47,6 +50,49 @@ def test_s26_zero_bytes_are_pointer_zero_and_no_driver_call(pool: CachingAllocat
     assert cupy.ndarray((0, 5)).data.ptr == 0
     assert dict(gpu.calls) == before
     assert pool.stats().allocations == allocations
+
+
+def test_memory_of_zero_bytes_is_closed_and_its_end_frees_nothing(pool: CachingAllocator) -> None:
+    memory = cupy.cuda.alloc(0).mem
+    assert isinstance(memory, Memory) and memory.closed
+    assert (memory.lease, memory.pool, memory.requested) == (None, None, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del memory
+    assert pool.stats().pending_frees == 0 and pool._accounts.frees == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096])
+def test_memory_is_not_copied_as_a_copy_would_not_hold_it(pool: CachingAllocator, nbytes: int) -> None:
+    memory = cupy.cuda.alloc(nbytes).mem
+    for twice in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="copy the array"):
+            twice(memory)
+    assert pool.allocated_bytes == nbytes
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_device_that_watches_is_told_of_each_array_for_as_long_as_the_pool_says_so(
+    pool: CachingAllocator, announced: bool
+) -> None:
+    told: list[tuple[int, int, object]] = []
+    pool.announce = (lambda *what: told.append((what[0], what[1], what[2]))) if announced else None
+    arrays = [array(4096) for _ in range(3)]
+    assert told == ([(one.data.ptr, 4096, one.data.mem) for one in arrays] if announced else [])
+    told.clear()
+
+
+def test_a_watcher_that_fails_takes_no_memory_with_it(pool: CachingAllocator) -> None:
+    def fail(*what: object) -> None:
+        raise RuntimeError("the watcher fails")
+
+    del [array(4096)][0]
+    pool.announce = fail
+    for nbytes in (4096, 8192):  # what was there, and what is new
+        with pytest.raises(RuntimeError, match="the watcher fails"):
+            array(nbytes)
+    assert pool.allocated_bytes == 0
+    pool.check()
 
 
 @pytest.mark.parametrize("nbytes", [-1, -512])
@@ -255,7 +301,6 @@ class Listener(cupy.cuda.MemoryHook):  # type: ignore[misc]  # CuPy's classes ha
 
 
 def test_memory_hooks_hear_what_cupys_own_pool_would_tell_them(pool: CachingAllocator) -> None:
-    HOOKS.seen = True
     with Listener() as listener:
         a = cupy.cuda.alloc(1000)
         memory, ptr = id(a.mem), a.ptr
@@ -281,10 +326,42 @@ def test_memory_hooks_hear_what_cupys_own_pool_would_tell_them(pool: CachingAllo
     assert pool.allocated_bytes == 0
 
 
+def test_what_allocates_looks_for_memory_hooks_from_the_first_one_on(
+    pool: CachingAllocator, installation: Installation
+) -> None:
+    assert installation.hook.alone is not None and not HOOKS.seen
+    for again in (False, True):
+        if again:
+            installation.install(pool)  # what has been seen stays seen
+        with Listener() as listener:
+            array(1000)
+        assert [name for name, _ in listener.heard][-4:-2] == ["alloc_postprocess", "malloc_postprocess"] or again
+        assert len(listener.heard) == (6 if not again else 4)
+        assert HOOKS.seen and installation.hook.alone is None
+
+
+def test_an_installation_that_fails_does_not_forget_that_there_are_memory_hooks(
+    pool: CachingAllocator, installation: Installation
+) -> None:
+    assert installation.hook.alone is not None
+
+    def fails() -> None:
+        with Listener():
+            pass
+        raise RuntimeError("not now")
+
+    installation.watch.start, start = fails, installation.watch.start  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="not now"):
+        installation.install(pool)
+    installation.watch.start = start  # type: ignore[method-assign]
+    with Listener() as listener:
+        array(1000)
+    assert len(listener.heard) == 6
+
+
 def test_cupys_own_line_profile_adds_up(pool: CachingAllocator) -> None:
     import io
 
-    HOOKS.seen = True
     hook = cupy.cuda.memory_hooks.LineProfileHook()
     del [cupy.cuda.alloc(1000)][0]
     with hook:
@@ -297,7 +374,6 @@ def test_cupys_own_line_profile_adds_up(pool: CachingAllocator) -> None:
 
 def test_memory_hooks_hear_of_an_allocation_that_fails(start: Start) -> None:
     start(limit=2 * MIB, wait_timeout=0.0)
-    HOOKS.seen = True
     with Listener() as listener, pytest.raises(cupy.cuda.memory.OutOfMemoryError):
         cupy.cuda.alloc(4 * MIB)
     assert [name for name, _ in listener.heard] == [
@@ -316,7 +392,6 @@ def test_a_memory_hook_that_raises_at_a_free_loses_no_memory(pool: CachingAlloca
         def free_preprocess(self, **named: int) -> None:
             raise RuntimeError("broken")
 
-    HOOKS.seen = True
     with Broken():
         a = array(4096)
         del a
