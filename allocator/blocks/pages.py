@@ -10,7 +10,7 @@ Next: backing.py, which makes the calls; heap.py, which cuts the memory into blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from sortedcontainers import SortedDict
 
@@ -128,6 +128,18 @@ class Space:
         if at and self._holes.peekitem(at - 1)[1] == start:
             start = self._holes.popitem(at - 1)[0]
         self._holes[start] = end
+
+    def check(self, mapped: Iterable[Segment]) -> None:
+        """Raise AssertionError unless the holes are just where nothing is mapped.  mapped: segments of any space."""
+        end = self.base + self.size
+        spans = [(piece.ptr, piece.end, False) for piece in mapped if self.base <= piece.ptr < end]
+        spans += [(start, stop, True) for start, stop in self._holes.items()]
+        spans.sort()
+        at, hole = self.base, False
+        for start, stop, is_hole in spans:
+            assert start == at < stop and not (hole and is_hole), (start, stop, is_hole, at, hole)
+            at, hole = stop, is_hole
+        assert at == end, (at, end)
 
     def holes(self) -> list[tuple[int, int]]:
         """(start, end) of every hole, in order."""

@@ -252,9 +252,8 @@ class Growth:
             freed = sum(segment.size for _, segment in gone)
             if gone:
                 with self._lock.checked():
-                    for ptr, segment in gone:
-                        if ptr and self._spaces is not None:
-                            self._space_of(ptr).give_back(ptr, ptr + segment.size)
+                    if self._spaces is not None:
+                        self._vacate(gone, neighbours)
                     self.growing -= freed
                     accounts.releases[reason] += len(gone)
                     accounts.release_bytes[reason] += freed
@@ -263,6 +262,19 @@ class Growth:
             for ptr, segment in leaving:
                 self._keep(segment, ptr)
         return freed, not refused
+
+    def _vacate(self, gone: list[tuple[int, Segment]], neighbours: bool) -> None:
+        """These addresses are not mapped any more.  neighbours: they go down, and are of one space."""
+        begin = end = 0
+        for ptr, segment in gone:
+            if ptr and neighbours and ptr + segment.size == begin:
+                begin = ptr
+                continue
+            if begin:
+                self._space_of(begin).give_back(begin, end)
+            begin, end = ptr, ptr + segment.size
+        if begin:
+            self._space_of(begin).give_back(begin, end)
 
     @staticmethod
     def _of_use(segment: Segment) -> bool:
@@ -346,6 +358,15 @@ class Growth:
                 if ptr and not segment.ptr and self._spaces is not None:
                     self._space_of(ptr).give_back(ptr, ptr + segment.size)
             self._accounts.mark()
+
+    def check(self) -> None:
+        """Raise AssertionError unless the addresses in use are those of the segments.  Under the lock; O(segments).
+
+        Nothing can be said while memory is on its way.
+        """
+        if self._spaces is not None and not self.growing:
+            for space in self._spaces:
+                space.check([*self._heap.segments.values(), *self._unreleased])
 
     def close(self) -> None:
         """Free the address range; nothing may be reserved.  `cuMemAddressFree`."""

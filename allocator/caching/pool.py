@@ -671,6 +671,7 @@ class CachingAllocator:
             try:
                 self._heap.check()
                 self._shelves.check()
+                self._growth.check()
                 live = (b for b in self._heap.blocks() if b.shelf is None and id(b) not in binned)
                 self._accounts.check(live)
             except AssertionError as error:
