@@ -34,19 +34,23 @@ MEASURED := tests/scenarios tests/unit
 LONG := tests/scenarios/test_running_for_ever.py tests/unit/traces/test_needs.py tests/unit/stress/benchmarks/test_on_gpu.py tests/unit/test_packaging.py
 OFTEN := tests/scenarios/test_faults.py tests/unit/caching/test_steps.py tests/unit/integrations/cupy/test_memory.py \
   tests/unit/stress/benchmarks/test_benchmarks.py tests/unit/test_collector.py tests/unit/traces/test_samples.py
+# What they cover is covered by others as well.
+AGAIN := tests/scenarios/test_metrics.py tests/scenarios/test_stream_identity.py tests/scenarios/test_undeclared.py \
+  tests/unit/caching/test_turns.py tests/unit/cli/test_run.py tests/unit/devices/sim/test_oracle.py \
+  tests/unit/integrations/cupy/test_scenarios.py tests/unit/traces/test_fuzz.py
 # Of the wheel that the compiled tests are built with.
 ONCE := tests/unit/test_compiled_install.py
-OTHERS := $(LONG) tests/browser tests/conformance tests/faults tests/fuzz tests/gpu tests/model
+OTHERS := $(LONG) $(AGAIN) tests/browser tests/conformance tests/faults tests/fuzz tests/gpu tests/model
 # They decide which thread takes the next step, or count: in a process where a server of another test runs they could not.
 ALONE := tests/schedules $(OFTEN)
 
 # Many tests wait for a server, a browser or a child process: more workers than cores keep the cores busy.
 WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null) && echo $$((2 * n)) || echo auto)
 
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 unit: $(READY)
-	$(PYTEST) --cov --cov-report=term --cov-report=json:coverage.json $(MEASURED) $(patsubst %,--ignore=%,$(LONG) $(OFTEN) $(ONCE))
+	$(PYTEST) --cov --cov-report=term --cov-report=json:coverage.json $(MEASURED) $(patsubst %,--ignore=%,$(LONG) $(AGAIN) $(OFTEN) $(ONCE))
 	$(BIN)/python -m tests.coverage_check coverage.json --lines 97 --branches 92
 	$(PYTEST) $(OTHERS)
 	$(PYTEST) $(ALONE)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from allocator.blocks import LIVE, Block, Heap
 from allocator.caching.accounting import Accounts
 from allocator.caching.frees import Frees
+from allocator.caching.front import Front
 from allocator.caching.shelves import Shelves
 from allocator.streams import Capture, Registry, Timeline
 from allocator.sync import LockLike
@@ -32,9 +33,10 @@ class Capturing:
         self._accounts = accounts
         self._lock = lock
 
-    def begins(self, capture: Capture) -> None:
-        """From now on the capture may use whatever is live.  O(blocks)."""
+    def begins(self, capture: Capture, front: Front) -> None:
+        """From now on the capture may use whatever is live, and there is something to look out for.  O(blocks)."""
         with self._lock:
+            front.careful = True  # before the bins are emptied: later hits must see it
             for block in self._live():
                 self._join(block, capture.line)
 

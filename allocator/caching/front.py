@@ -113,8 +113,9 @@ class Front:
 
     @careful.setter
     def careful(self, careful: bool) -> None:
-        # In one line, so that another thread, or Ctrl-C, comes before both or after.
-        self._careful = careful; self.lane = None if careful else self._frees.lane  # noqa: E702  # fmt: skip
+        lane = None if careful else self._frees.lane
+        # In one line, without a call or a branch: another thread, or Ctrl-C, comes before both or after.
+        self._careful = careful; self.lane = lane  # noqa: E702  # fmt: skip
 
     def allocate(self, make: Any, pool: object, nbytes: int, line: Timeline, stream: object, assumed: bool) -> Any:
         """What `make` makes of the block that `acquire` or `fetch` finds; None if they find none.

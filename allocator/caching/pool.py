@@ -415,10 +415,12 @@ class CachingAllocator:
                     )
         if self._growth.limit and self._growth.held > self._growth.limit:
             self._shrink()
-        elif not self._always_careful and not self._wants_care():
-            self.front.careful = False
-            if self._wants_care():
-                self.front.careful = True  # another thread has just set it
+        elif not self._always_careful:
+            with self._lock:  # a capture that begins comes before both steps or after (S19)
+                if not self._wants_care():
+                    self.front.careful = False
+                    if self._wants_care():
+                        self.front.careful = True  # another thread has just seen that the context is lost, say
         return inside
 
     # -- the other calls of an allocation --------------------------------------------------------
@@ -533,8 +535,7 @@ class CachingAllocator:
     @shielded
     def capture_begins(self, capture: Capture) -> None:
         """A hook reports a capture: it may use whatever is live (R10)."""
-        self.front.careful = True  # before the bins are emptied: later hits must see it
-        self._capturing.begins(capture)
+        self._capturing.begins(capture, self.front)
 
     @shielded
     def capture_ends(self, capture: Capture) -> None:

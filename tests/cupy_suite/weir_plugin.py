@@ -18,7 +18,6 @@ from allocator import CachingAllocator, Config
 from allocator.integrations.cupy import library
 from allocator.integrations.cupy.hook import Hook
 from allocator.integrations.cupy.lease import Route
-from allocator.integrations.cupy.memory import maker
 from allocator.integrations.cupy.pool import MemoryPool
 
 
@@ -36,8 +35,7 @@ class OwnPool(MemoryPool):
         ordinal = library.current_device()
         route = self._routes.get(ordinal)
         if route is None:
-            pool = CachingAllocator(ordinal, config=Config())
-            route = self._routes[ordinal] = Route(pool, maker(pool))
+            route = self._routes[ordinal] = Route(CachingAllocator(ordinal, config=Config()))
         return route
 
 

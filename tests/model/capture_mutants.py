@@ -70,7 +70,7 @@ CAPTURE_MUTANTS: Final = (
     _m(
         "r10_the_hot_path_does_not_see_a_capture",
         "graph-declared: alloc 0 1; free 0; begin 0; alloc 0 1",
-        (f"{POOL}.capture_begins", "self.front.careful = True", "pass"),
+        (f"{CAPTURING}.begins", "front.careful = True", "pass"),
     ),
     # -- whose memory a capture takes ----------------------------------------------------------------
     _m(

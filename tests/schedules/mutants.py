@@ -540,7 +540,7 @@ MUTANTS: Final = (
     _m(
         "account_addresses_are_used_once",
         "account: address_space",
-        (f"{GROWTH}._give_back", "self._space_of(ptr).give_back(ptr, ptr + segment.size)", "pass"),
+        (f"{GROWTH}._give_back", "self._vacate(gone, neighbours)", "pass"),
     ),
     _m(
         "account_neighbours_of_a_growth_that_fails_are_lost",

@@ -42,7 +42,7 @@ def pool(gpu: SimDevice) -> Iterator[CachingAllocator]:
         yield pool
 
 
-@pytest.fixture(params=["allocation", "CuPy's array"])
+@pytest.fixture(params=["allocation", "CuPy's array", "CuPy's array, nobody watches"])
 def make(request: pytest.FixtureRequest, gpu: SimDevice, pool: CachingAllocator) -> Iterator[Callable[[], Any]]:
     """Makes memory of SIZE bytes, on one stream."""
     stream = Stream(gpu)
@@ -52,6 +52,8 @@ def make(request: pytest.FixtureRequest, gpu: SimDevice, pool: CachingAllocator)
     cupy = pytest.importorskip("cupy")
     import allocator.cupy
 
+    if request.param.endswith("watches"):
+        pool.announce = None
     allocator.cupy.install(pool, current_stream=lambda: stream)
     yield lambda: cupy.ndarray((SIZE,), dtype="b")
     allocator.cupy.uninstall()

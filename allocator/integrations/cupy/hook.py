@@ -17,11 +17,12 @@ from allocator.errors import OutOfMemoryError, Reentered
 from allocator.gil import COMPILED
 from allocator.integrations.cupy import library
 from allocator.integrations.cupy.lease import HOOKS, Lease, Route
-from allocator.integrations.cupy.memory import Memory, nothing
+from allocator.integrations.cupy.memory import Memory, WatchedMemory, nothing
 from allocator.sizes import check_request, round_up
 from allocator.streams import Stream, Timeline, target
 
 HOOKS.registered = library.get_memory_hooks
+_MEMORY: Final[Any] = Memory
 _POINTER: Final[Any] = library.MemoryPointer
 
 
@@ -29,7 +30,7 @@ class Hook:
     """CuPy's allocator.  current_stream: what says on which stream memory is asked for.
 
     route_of: the pool for a stream.  null: CuPy's object for the legacy stream.
-    alone: the one route, where there is only one device and CuPy's memory hooks have never been used.
+    only: the one route, where there is only one device.  alone: the same, until CuPy's memory hooks are used.
     """
 
     def __init__(
@@ -38,9 +39,16 @@ class Hook:
         self.current_stream = current_stream
         self._route_of = route_of
         self._legacy = null
+        self.only: Route | None = None
         self.alone: Route | None = None
         self.before_any: Callable[[], None] = lambda: None
         """Called before memory may come from another stream: what was seen late has to be known by then."""
+
+    def serve(self, only: Route | None) -> None:
+        """Allocate from this route's pool alone; None: ask `route_of` for each stream's."""
+        self.only = self.alone = only
+        if HOOKS.seen:  # after the store: whoever notices a hook at this moment stores as well, without a lock
+            self.alone = None
 
     def malloc(self, nbytes: Any) -> Any:
         """A `MemoryPointer` to at least `nbytes` bytes for use on the current stream.
@@ -51,9 +59,11 @@ class Hook:
         stream = self.current_stream()
         route = self.alone
         if route is None:
+            route = self.only
+            if route is None:
+                route = self._route_of(stream)
             if HOOKS.seen and HOOKS.registered():
-                return self._malloc_watched(nbytes)
-            route = self._route_of(stream)
+                return self._malloc_watched(nbytes, stream, route)
         line: Timeline | None
         if stream is self._legacy:
             line = route.legacy
@@ -78,13 +88,15 @@ class Hook:
                 block = route.front.fetch(nbytes, line, route.assumed)
                 if block is None:
                     return _POINTER(self._take_missed(nbytes, stream, line, route), 0)
-            # As `_hold`, without a call.
+            if route.front.announce is not None:
+                return _POINTER(_hold(block, line, route), 0)
+            # The same, without a call.
             if COMPILED:
                 lease = Lease()
                 lease.kept = line.keeper
-                memory = route.make(block.ptr, block.size, lease, route.ordinal)
+                memory = _MEMORY(block.ptr, block.size, lease, route.ordinal)
             else:
-                lease = memory = route.make(block.ptr, block.size, line.keeper, route.ordinal)
+                lease = memory = _MEMORY(block.ptr, block.size, line.keeper, route.ordinal)
             lease.route = route
             lease._block = block
             lease._generation = block.generation
@@ -135,13 +147,11 @@ class Hook:
             raise _out_of_memory(*failure)
         return memory
 
-    def _malloc_watched(self, nbytes: Any) -> Any:
+    def _malloc_watched(self, nbytes: Any, stream: Any, route: Route) -> Any:
         """The same with CuPy's memory hooks told, in the order and with the arguments of its own pool.
 
         "Allocated from the GPU" is, as with that pool, what no array has had before; it is told after the fact.
         """
-        stream = self.current_stream()
-        route = self.alone if self.alone is not None else self._route_of(stream)
         nbytes = check_request(nbytes)
         rounded, device = round_up(nbytes), route.ordinal
         hooks = list(HOOKS.registered().values())
@@ -167,16 +177,20 @@ class Hook:
 
 
 def _hold(block: Block, line: Timeline, route: Route) -> Any:
-    """The memory object that holds a block from now on."""
+    """The memory object that holds a block from now on; a device that watches is told."""
+    announce = route.front.announce
+    make: Any = _MEMORY if announce is None else WatchedMemory
     if COMPILED:
         lease = Lease()
         lease.kept = line.keeper
-        memory = route.make(block.ptr, block.size, lease, route.ordinal)
+        memory = make(block.ptr, block.size, lease, route.ordinal)
     else:
-        lease = memory = route.make(block.ptr, block.size, line.keeper, route.ordinal)
+        lease = memory = make(block.ptr, block.size, line.keeper, route.ordinal)
     lease.route = route
     lease._block = block
     lease._generation = block.generation
+    if announce is not None:
+        announce(block.ptr, block.size, memory)
     return memory
 
 

@@ -22,7 +22,7 @@ from allocator.devices import CudaDevice, Device
 from allocator.integrations.cupy import library
 from allocator.integrations.cupy.hook import Hook
 from allocator.integrations.cupy.lease import HOOKS, Latest, Route
-from allocator.integrations.cupy.memory import Memory, maker
+from allocator.integrations.cupy.memory import Memory
 from allocator.integrations.cupy.pool import MemoryPool
 from allocator.integrations.cupy.watch import Classes, Watch
 from allocator.streams import Registry
@@ -67,7 +67,7 @@ class Installation:
         if current_stream is not None and not callable(current_stream):
             raise TypeError("current_stream must be callable and return the stream to allocate on")
         with self._lock:
-            before = (self.hook.current_stream, self._simulated, self.hook.alone, dict(self._routes), set(self._made))
+            before = (self.hook.current_stream, self._simulated, self.hook.only, dict(self._routes), set(self._made))
             try:
                 if current_stream is not None:
                     self.hook.current_stream = current_stream
@@ -81,9 +81,8 @@ class Installation:
                 found = (library.get_allocator(), library.default_pool())
                 library.set_allocator(self.malloc)  # ValueError inside `using_allocator`
             except BaseException:
-                self.hook.current_stream, self._simulated, self.hook.alone, self._routes, self._made = before
-                if HOOKS.seen:
-                    self.hook.alone = None
+                self.hook.current_stream, self._simulated, only, self._routes, self._made = before
+                self.hook.serve(only)
                 raise
             if first:
                 self._before = found
@@ -93,15 +92,15 @@ class Installation:
     def _use(self, pool: CachingAllocator) -> None:
         ordinal = pool.device.ordinal
         self._retire(ordinal)
-        self._routes[ordinal] = route = Route(pool, maker(pool), self._latest)
+        self._routes[ordinal] = route = Route(pool, self._latest)
         self._simulated = pool.device if pool.device.simulated else None
         only = len(self._routes) == 1 if self._simulated is not None else library.device_count() == 1
-        self.hook.alone = route if only and not HOOKS.seen else None
+        self.hook.serve(route if only else None)
 
     def _retire(self, ordinal: int) -> None:
         """Another pool takes this one's place; its arrays stay with it."""
         route = self._routes.pop(ordinal, None)
-        self.hook.alone = None
+        self.hook.serve(None)
         if route is None:
             return
         self._past.append(route.pool)
@@ -141,8 +140,8 @@ class Installation:
 
     def pool_now(self) -> CachingAllocator:
         """The current device's pool, made at first use."""
-        alone = self.hook.alone
-        return (alone if alone is not None else self._route(self._device_now())).pool
+        only = self.hook.only
+        return (only if only is not None else self._route(self._device_now())).pool
 
     def _device_now(self) -> int:
         return self._simulated.ordinal if self._simulated is not None else library.current_device()
@@ -177,11 +176,11 @@ class Installation:
                 if route is None:
                     device = CudaDevice(ordinal)
                     pool = CachingAllocator(device, self._config(device), name=f"cupy:{ordinal}")
-                    route = Route(pool, maker(pool), self._latest)
+                    route = Route(pool, self._latest)
                     self._made.add(ordinal)
                     self._routes[ordinal] = route
-                    if library.device_count() == 1 and not HOOKS.seen:
-                        self.hook.alone = route
+                    if library.device_count() == 1:
+                        self.hook.serve(route)
         return route
 
     def _config(self, device: Device) -> Config:
@@ -197,10 +196,12 @@ class Installation:
         return replace(config, limit=limit) if limit else config
 
     def _memory_hooks_are_in_use(self) -> None:
-        """From now on each allocation looks for them, in this process."""
+        """From now on each allocation looks for them, in this process.
+
+        No lock: a finaliser may use one, inside any section of ours, and so may a child after a fork.
+        """
         HOOKS.seen = True
-        with self._lock:
-            self.hook.alone = None
+        self.hook.alone = None
 
     # -- what users call on arrays -----------------------------------------------------------------
 

@@ -49,7 +49,6 @@ class Route:
         "lane",
         "latest",
         "legacy",
-        "make",
         "ordinal",
         "owners",
         "pool",
@@ -57,7 +56,7 @@ class Route:
         "registry",
     )
 
-    def __init__(self, pool: CachingAllocator, make: Any, latest: Latest | None = None) -> None:
+    def __init__(self, pool: CachingAllocator, latest: Latest | None = None) -> None:
         self.pool = pool
         self.front = pool.front
         self.assumed = pool.assumes(True)
@@ -66,8 +65,6 @@ class Route:
         """Queues a free: one atomic step."""
         self.lane = pool.lane
         """Where a free that needs no more than a block and a generation is queued, if there is such a place."""
-        self.make = make
-        """What arrays hold: made of an address, bytes, whatever it is to keep alive, and the ordinal (memory.py)."""
         self.ordinal = pool.device.ordinal
         self.registry = Registry.of(pool.device)
         self.owners = self.registry.owners
@@ -153,9 +150,11 @@ class Lease:
             block = self._block
             lane = self.route.lane
             if lane is None:
-                self.route.put_down((block, generation, None))
+                entry = (block, generation, None)
+                self._generation = -1  # who gets hold of it now, by a weak reference, say, sees that it is over
+                self.route.put_down(entry)
                 return
             # As `Lane.put`, without a call.
-            before = lane.block; then = lane.generation; lane.block = block; lane.generation = generation  # noqa: E702  # fmt: skip
+            before = lane.block; then = lane.generation; lane.block = block; lane.generation = generation; self._generation = -1  # noqa: E501, E702  # fmt: skip
             if before is not None:
                 self.route.put_down((before, then, None))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from allocator.caching import CachingAllocator
 from allocator.gil import COMPILED
 from allocator.integrations.cupy import library
 from allocator.integrations.cupy.lease import Lease
@@ -95,20 +94,3 @@ def nothing(ordinal: int) -> Any:
     if not COMPILED:
         memory._generation = -1  # its end has nothing to give back
     return memory
-
-
-def maker(pool: CachingAllocator) -> Any:
-    """What makes a pool's memory objects, of (address, bytes, what to keep alive, ordinal): `Memory`; or, where the
-    device watches, a function that tells it of each.  Asked once, when the pool is taken into use.
-    """
-    if pool.announce is None:
-        return Memory
-
-    def make(ptr: int, size: int, owner: object, ordinal: int) -> Memory:
-        memory = WatchedMemory(ptr, size, owner, ordinal)
-        announce = pool.announce
-        if announce is not None:
-            announce(ptr, size, memory)
-        return memory
-
-    return make

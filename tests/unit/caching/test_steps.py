@@ -128,6 +128,13 @@ def test_cupys_lease_does_so_as_well() -> None:
     test_what_is_in_the_place_is_read_and_changed_in_one_line_without_a_branch(Lease.__del__)
 
 
+def test_care_and_the_place_where_frees_lie_change_in_one_step() -> None:
+    setter = Front.careful.fset  # type: ignore[attr-defined]  # a property
+    lines, first = inspect.getsourcelines(setter)
+    (at,) = [first + n for n, text in enumerate(lines) if "self._careful = careful; self.lane = lane" in text]
+    assert opens(setter, {at}) == [] and branches(setter, {at}) == []
+
+
 def test_what_is_read_and_written_there_is_no_property() -> None:
     names = set()
     for function in (Front.acquire, Frees.put_down_last, Lane.put, Lane._line_up):

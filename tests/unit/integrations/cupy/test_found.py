@@ -444,10 +444,120 @@ def test_a_memory_hook_that_is_entered_is_noticed(
     assert heard == [700]
 
 
+def test_a_memory_hook_may_be_entered_while_another_thread_installs(
+    pool: CachingAllocator, installation: Installation
+) -> None:
+    """By a finaliser inside the pool's section, or in a child after a fork: so it waits for nobody."""
+
+    class Quiet(cupy.cuda.MemoryHook):  # type: ignore[misc]  # CuPy's classes have no types
+        name = "quiet"
+
+    def enter() -> None:
+        with Quiet():
+            pass
+
+    with installation._lock:
+        thread = threading.Thread(target=enter, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert HOOKS.seen and installation.hook.alone is None and installation.hook.only is not None
+
+
+def test_whoever_stores_last_a_hook_that_was_noticed_stays_noticed(
+    pool: CachingAllocator, installation: Installation
+) -> None:
+    hook = installation.hook
+    route = hook.only
+    assert route is not None and hook.alone is route
+    HOOKS.seen = True
+    hook.serve(route)
+    assert hook.alone is None and hook.only is route
+    hook.serve(None)
+    assert hook.alone is None and hook.only is None
+
+
+def test_after_memory_hooks_memory_still_comes_from_the_only_pool(
+    pool: CachingAllocator, library: FakeCupy, monkeypatch: pytest.MonkeyPatch, installation: Installation
+) -> None:
+    """Whatever device a stream object names; and the stream is asked for once."""
+    asked: list[object] = []
+
+    def current() -> object:
+        asked.append(None)
+        return stream
+
+    stream = library.Stream()
+    stream.device_id = 3
+    monkeypatch.setattr(installation.hook, "current_stream", current)
+
+    class Quiet(cupy.cuda.MemoryHook):  # type: ignore[misc]  # CuPy's classes have no types
+        name = "quiet"
+
+    with Quiet():
+        assert array(512).data.mem.pool is pool and len(asked) == 1
+    assert array(512).data.mem.pool is pool and len(asked) == 2
+
+
+@pytest.mark.source
+def test_s19_a_capture_that_begins_while_care_is_given_up_is_seen(
+    pool: CachingAllocator, library: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread has seen that there is nothing to look out for; before it says so, another begins a capture."""
+    stream, other = library.Stream(), library.Stream()
+    with stream:
+        array(4096)
+    other.begin_capture()
+    other.end_capture()  # leaves care behind until somebody allocates
+    assert pool.front.careful
+    look = pool._wants_care
+    read, begun, given_up, taken = (threading.Event() for _ in range(4))
+    looks, owners = [0], []
+
+    def slowly() -> bool:
+        if threading.current_thread() is not resetter:
+            return look()
+        looks[0] += 1
+        if looks[0] == 1:
+            found = look()
+            read.set()
+            begun.wait(0.5)
+            return found
+        given_up.set()
+        taken.wait(0.5)
+        return look()
+
+    def capture() -> None:
+        read.wait(30)
+        with stream:
+            stream.begin_capture()
+            begun.set()
+            given_up.wait(30)
+            owners.append((pool.front.careful, array(4096).data.mem.lease._block.owner))
+            taken.set()
+            resetter.join()
+            stream.end_capture()
+
+    monkeypatch.setattr(pool, "_wants_care", slowly)
+    resetter = threading.Thread(target=lambda: array(512))
+    capturer = threading.Thread(target=capture)
+    resetter.start()
+    capturer.start()
+    resetter.join()
+    capturer.join()
+    ((careful, owner),) = owners
+    assert looks == [2] and careful and owner is not stream_line(pool, stream)
+
+
+def stream_line(pool: CachingAllocator, stream: Any) -> Any:
+    return pool._registry.owners[id(stream)]
+
+
 @pytest.mark.source
 @pytest.mark.parametrize("fresh", [False, True], ids=["hit", "new memory"])
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "plain"])
 def test_ctrl_c_at_any_line_of_an_allocation_loses_nothing(
-    pool: CachingAllocator, library: FakeCupy, fresh: bool
+    pool: CachingAllocator, library: FakeCupy, fresh: bool, watched: bool
 ) -> None:
     """An exception is raised at every line of the hook in turn, as a signal handler would."""
     import sys
@@ -456,6 +566,8 @@ def test_ctrl_c_at_any_line_of_an_allocation_loses_nothing(
     from allocator.integrations.cupy import memory as held
 
     stream, at = library.Stream(), 0
+    if not watched:
+        pool.announce = None
 
     class Stop(BaseException):
         pass

@@ -6,8 +6,10 @@ import copy
 import gc
 import itertools
 import pickle
+import sys
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import cupy
@@ -80,6 +82,49 @@ def test_a_device_that_watches_is_told_of_each_array_for_as_long_as_the_pool_say
     arrays = [array(4096) for _ in range(3)]
     assert told == ([(one.data.ptr, 4096, one.data.mem) for one in arrays] if announced else [])
     told.clear()
+
+
+def test_what_a_watcher_is_told_of_holds_its_block_already(pool: CachingAllocator) -> None:
+    told: list[tuple[str, bool, int, object]] = []
+
+    def watch(ptr: int, size: int, memory: Any) -> None:
+        told.append((str(memory), memory.closed, memory.requested, memory.pool))
+
+    pool.announce = watch
+    for _ in range(2):  # new, and a hit
+        array(4000)
+    assert len(told) == 2 and all(what[1:] == (False, 4000, pool) and "closed" not in what[0] for what in told)
+
+
+def test_a_watcher_may_come_and_go_while_the_pool_is_installed(pool: CachingAllocator) -> None:
+    heard: list[int] = []
+    for watcher in (None, lambda ptr, size, memory: heard.append(size), None):
+        pool.announce = watcher
+        array(512)
+    assert heard == [512]
+
+
+def test_memory_that_is_found_while_it_ends_says_so(pool: CachingAllocator, library: FakeCupy) -> None:
+    """By a weak reference, which ends after the finaliser; its block is another's by then."""
+    with library.Stream():
+        held = array(4096)
+        found, seen = weakref.ref(held.data.mem), []
+        lane = pool.lane
+
+        before = sys.getprofile()
+        other = array(4096)
+        del other  # the place is taken, so that ours is put into the deque as well
+
+        def look(frame: Any, event: str, arg: object) -> None:
+            if event == "c_call" and getattr(arg, "__name__", "") == "append" and found() is not None:
+                seen.append(found().closed)  # type: ignore[union-attr]  # it is there still
+
+        sys.setprofile(look)
+        try:
+            del held
+        finally:
+            sys.setprofile(before)
+    assert lane is None or (seen and all(seen))
 
 
 def test_a_watcher_that_fails_takes_no_memory_with_it(pool: CachingAllocator) -> None:
