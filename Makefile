@@ -14,9 +14,10 @@ run: $(READY)
 	@mkdir -p out
 	$(BIN)/weir replay $(SAMPLE) --plot $(PICTURE)
 
-# Prometheus mostly waits, in real time, and compiling takes one core: at the same time, each with its output in one piece.
-test: lint types unit
-	MYPYC_OPT_LEVEL=1 $(MAKE) --jobs=2 --output-sync=target prometheus compiled \
+# Prometheus mostly waits, in real time, and types and compiling take one core each: at the same time, each with its
+# output in one piece.
+test: lint unit
+	MYPYC_OPT_LEVEL=1 $(MAKE) --jobs=3 --output-sync=target types prometheus compiled \
 	  ONLY="tests/conformance tests/unit/caching $(ONCE)"
 
 # ruff does not follow links, so the folders metrics and stress are named; mypy does, and knows them

@@ -16,7 +16,7 @@ from allocator.devices import PER_THREAD
 from allocator.errors import OutOfMemoryError, Reentered
 from allocator.gil import COMPILED
 from allocator.integrations.cupy import library
-from allocator.integrations.cupy.lease import HOOKS, Lease, Route
+from allocator.integrations.cupy.lease import HOOKS, NOBODYS, Lease, Route
 from allocator.integrations.cupy.memory import Memory, WatchedMemory, nothing
 from allocator.sizes import check_request, round_up
 from allocator.streams import Stream, Timeline, target
@@ -64,20 +64,20 @@ class Hook:
                 route = self._route_of(stream)
             if HOOKS.seen and HOOKS.registered():
                 return self._malloc_watched(nbytes, stream, route)
-        line: Timeline | None
         if stream is self._legacy:
             line = route.legacy
         else:
             latest = route.latest
             line = latest.line
-            if line is None or line.owner is not stream:  # whether it has ended, `front` looks
-                line = route.owners.get(id(stream))
-                if line is not None and line.owner is stream and not line.ended:
-                    latest.line = line
+            if line.owner is not stream:  # whether it has ended, `front` looks
+                known = route.owners.get(id(stream))
+                if known is not None and known.owner is stream and not known.ended:
+                    latest.line = line = known
                 else:
-                    line = _at_once(stream, route)
-                    if line is None:
+                    known = _at_once(stream, route)
+                    if known is None:
                         return _POINTER(self._take_slowly(nbytes, stream, route), 0)
+                    line = known
         if type(nbytes) is not int:
             return _POINTER(self._take_slowly(nbytes, stream, route), 0)
         block: Block | None = None
@@ -95,12 +95,15 @@ class Hook:
                 lease = Lease()
                 lease.kept = line.keeper
                 memory = _MEMORY(block.ptr, block.size, lease, route.ordinal)
-            else:
-                lease = memory = _MEMORY(block.ptr, block.size, line.keeper, route.ordinal)
-            lease.route = route
-            lease._block = block
-            lease._generation = block.generation
-            return _POINTER(memory, 0)
+                lease.route = route
+                lease._block = block
+                lease._generation = block.generation
+                return _POINTER(memory, 0)
+            held = _MEMORY(block.ptr, block.size, line.keeper, route.ordinal)
+            held.route = route
+            held._block = block
+            held._generation = block.generation
+            return _POINTER(held, 0)
         except BaseException as error:
             if block is not None:  # Ctrl-C: nobody holds it; should it have been queued already, once counts
                 route.put_down((block, block.generation, None))
@@ -111,7 +114,7 @@ class Hook:
     def _take_missed(self, nbytes: Any, stream: object, line: Timeline, route: Route) -> Any:
         """`_take_slowly`; the timeline of a stream that has ended is looked up anew from now on."""
         if line.ended:
-            route.latest.line = None
+            route.latest.line = NOBODYS
         return self._take_slowly(nbytes, stream, route)
 
     def _take_slowly(self, nbytes: Any, stream: object, route: Route) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from allocator.blocks import Block
 from allocator.caching import CachingAllocator
 from allocator.collector import RUNNING
-from allocator.streams import Registry, Timeline
+from allocator.streams import Kind, Registry, Timeline
 
 
 class HookUse:
@@ -31,13 +31,18 @@ class HookUse:
 HOOKS: Final = HookUse()
 
 
+NOBODYS: Final = Timeline(-1, Kind.NON_BLOCKING)
+"""No stream's timeline."""
+NOBODYS.owner = object()
+
+
 class Latest:
-    """line: of the stream that was made current, or asked, last; who looks here checks `owner`."""
+    """line: of the stream that was made current, or asked, last, or nobody's; who looks here checks `owner`."""
 
     __slots__ = ("line",)
 
     def __init__(self) -> None:
-        self.line: Timeline | None = None
+        self.line = NOBODYS
 
 
 class Route:
